@@ -1,0 +1,49 @@
+"""Fixtures and the marks gpu, multi_gpu and slow."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from runtime.env import load_env
+
+TEST_LEVEL = load_env().test_level
+
+
+def _count_devices() -> int:
+    """CUDA devices; 0 without CuPy or without a driver."""
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    import cupy  # only here: collecting tests on a CPU must not pay for it
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
+    devices = _count_devices() if marked else 0
+    for item in marked:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if devices < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}"))
+    if TEST_LEVEL < 2:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: set RUNTIME_TEST_LEVEL=2"))
+
+
+@pytest.fixture(scope="session")
+def test_level() -> int:
+    """RUNTIME_TEST_LEVEL: 1 small grids, 2 wide, 3 everything."""
+    return TEST_LEVEL
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator with the same seed in every test."""
+    return np.random.default_rng(20260412)
