@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from model.pack_w4 import unpack_words
 from model.shards import SINGLE, CheckpointError, Stored, check_coverage, read_header, read_index, read_json, refuse
+from runtime.w4 import GROUP
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "legal_tp_sizes"]
 
 Progress = Callable[[str, int], None]  # (tensor name, bytes read)
 
-GROUP = 32  # inputs that share an INT4 scale
 VISION = ("vision_tower.", "mm_projector.")
 READABLE = ("bf16", "f16", "f32", "i32", "i64", "u8")
 MAX_TP = 64
@@ -128,11 +129,7 @@ class Checkpoint:
             )
         words = self.get(packed_name, rows, slice(cut.start // 8, cut.stop // 8))
         scale = self.get(scale_name, rows, slice(cut.start // GROUP, cut.stop // GROUP))
-        pairs = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)  # the lower nibble of a byte is the earlier input
-        codes = np.empty((*pairs.shape, 2), np.uint8)
-        np.bitwise_and(pairs, 15, out=codes[..., 0])
-        np.right_shift(pairs, 4, out=codes[..., 1])
-        return codes.reshape(len(words), -1), scale
+        return unpack_words(words), scale
 
     def expect(self, spec: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """Compares the folder with {name: (shape, dtype)}; raises one error that lists missing, unexpected and differing tensors."""
