@@ -1,0 +1,81 @@
+"""The NumPy reading of the vocabulary: the definition of every op, the oracle, the default without a GPU.
+
+Every op computes in float32 and rounds once, when its result is stored. What "bf16" arrays are stored as
+is the backend's choice: `bfloat16` is what a GPU does and what kernels are compared with; `float32`
+rounds nothing and equals the reference implementation to 5e-5 (a rounded router input chooses other
+experts at 1 % of the demo's positions), so it is what a machine without a GPU serves. Weights keep their bf16 values in float32, INT4 experts stay packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from runtime.kernels_np import dense, draft, mla, moe, sample
+from runtime.types import Array
+from runtime.w4 import W4
+
+_FIXED = {"f32": np.float32, "i32": np.int32, "bool": np.bool_}
+ACTIVATIONS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+class NumpyBackend:
+    """Ops as methods, and the three ways to come by memory: parameters, caches, named buffers."""
+
+    name = "numpy"
+
+    embed = staticmethod(dense.embed)
+    rms_norm = staticmethod(dense.rms_norm)
+    add_rms_norm = staticmethod(dense.add_rms_norm)
+    linear = staticmethod(dense.linear)
+    linear_f32 = staticmethod(dense.linear_f32)
+    silu_mul = staticmethod(dense.silu_mul)
+    copy = staticmethod(dense.copy)
+    gather_rows = staticmethod(dense.gather_rows)
+    kv_move = staticmethod(dense.kv_move)
+    mla_latent = staticmethod(mla.mla_latent)
+    mla_query = staticmethod(mla.mla_query)
+    tree_mla = staticmethod(mla.tree_mla)
+    mla_value = staticmethod(mla.mla_value)
+    route = staticmethod(moe.route)
+    moe_w4 = staticmethod(moe.moe_w4)
+    sample = staticmethod(sample.sample)
+    head_norm_rope = staticmethod(draft.head_norm_rope)
+    kv_write = staticmethod(draft.kv_write)
+    block_attention = staticmethod(draft.block_attention)
+    top_logprobs = staticmethod(draft.top_logprobs)
+
+    def __init__(self, activations: str = "float32") -> None:
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")
+        self.activations = activations
+        self._storage: dict[str, Any] = {**_FIXED, "bf16": ACTIVATIONS[activations]}
+        self._buffers: dict[str, Array] = {}
+
+    def param(self, array: Array) -> Array:
+        """A weight as the ops want it: bf16 becomes float32 with the same values."""
+        if array.dtype == ml_dtypes.bfloat16:
+            return np.ascontiguousarray(array.astype(np.float32))
+        return np.ascontiguousarray(array)
+
+    def param_w4(self, packed: W4) -> Any:
+        return moe.Experts(packed)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "bf16") -> Array:
+        """A cache: memory that outlives a step."""
+        return np.zeros(shape, self._storage[dtype])
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: str = "bf16") -> Array:
+        """The buffer of that name, viewed in `shape`; contents undefined. It grows to the largest shape asked for."""
+        count = int(np.prod(shape, dtype=np.int64))
+        held = self._buffers.get(name)
+        if held is None or held.size < count or held.dtype != self._storage[dtype]:
+            held = np.empty(max(count, 1), self._storage[dtype])
+            self._buffers[name] = held
+        return held[:count].reshape(shape)
+
+    def host(self, array: Array) -> Array:
+        """A result on the host, safe from the next step."""
+        return np.array(array)
