@@ -207,7 +207,8 @@ def _form(op_name: str, param: Param, value: Any) -> Form:
     """What bind needs to know of a value: (shape, dtype), or ((), number) of an int scalar."""
     try:
         if param.dtype == "w4":
-            return (value.E, value.N, value.K), "w4"
+            packed = getattr(value, "packed", value)  # a backend may wrap the weight it was given
+            return (packed.E, packed.N, packed.K), "w4"
         if param.dims is not None:
             return tuple(value.shape), value.dtype
     except AttributeError:
@@ -248,7 +249,7 @@ def _bind_forms(op_name: str, sig: Signature, forms: tuple[Form, ...]) -> dict[s
 
 def _check_form(op_name: str, param: Param, shape: tuple[int, ...], dtype: Any) -> None:
     name = getattr(dtype, "name", str(dtype))
-    if name not in DTYPES[param.dtype]:
+    if name != param.dtype and name not in DTYPES[param.dtype]:  # a shape without memory names its dtype as we do
         raise ShapeError(f"{op_name}: {param.name} {list(shape)} is {name}; the signature wants {param.dtype}")
     wanted = len(param.dims or ())
     if len(shape) != wanted:

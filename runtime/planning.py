@@ -1,0 +1,167 @@
+"""What a step and a rank of a full-size model must cost, before any weight is loaded.
+
+The model's own forward is walked once per tensor-parallel size through the null backend; each bucket
+is then priced by replacing M in the counted calls. Assumptions, all on the optimistic side, so that
+the result is a floor: every operand moves once, at the machine's best rate; reading and computing
+overlap within an op and ops follow one another without a gap; each row sees its context and itself;
+experts are drawn uniformly and independently, E (1 - (1 - k/E)^M) distinct ones, unless `distinct`
+says otherwise (real tokens of one context route alike, so real unions are smaller).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model import dflash, kimi_k26
+from model.kimi_k26 import Config
+from runtime.cost import Cost
+from runtime.hw import Hardware
+from runtime.null import Call, Collective, ShapeOnly, call_cost
+from runtime.shape_model import shape_weights, walk_draft, walk_step
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One kind of op in one step of one rank. `dims` tells equal ops apart, e.g. "N=2112 K=7168"."""
+
+    op: str
+    dims: str
+    count: int
+    cost: Cost  # of all `count` calls together
+    floor_us: float
+
+    @property
+    def is_link(self) -> bool:
+        return self.op in ("all_reduce", "all_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFloor:
+    """The least time of one step of `rows` rows: device work and, apart from it, the link between ranks."""
+
+    rows: int
+    table: tuple[PlanRow, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """What the device reads, writes and computes; bytes on the link are not in it."""
+        return sum((row.cost for row in self.table if not row.is_link), Cost())
+
+    @property
+    def floor_us(self) -> float:
+        return sum(row.floor_us for row in self.table if not row.is_link)
+
+    @property
+    def link_us(self) -> float:
+        return sum(row.floor_us for row in self.table if row.is_link)
+
+    def by_op(self) -> dict[str, float]:
+        """Floor in microseconds for each op, in the order of first use."""
+        total: dict[str, float] = {}
+        for row in self.table:
+            total[row.op] = total.get(row.op, 0.0) + row.floor_us
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds: weights by kind, and cache for each token of context."""
+
+    tp: int
+    weights: Mapping[str, int]
+    kv_token_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    def tokens_that_fit(self, hw: Hardware, utilisation: float = 0.9) -> int:
+        """Tokens of context that the rest of `utilisation` of the device's memory holds; 0 if the weights alone do not fit."""
+        free = hw.memory_bytes * utilisation - self.weight_bytes
+        return max(0, int(free // self.kv_token_bytes))
+
+
+def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None) -> RankMemory:
+    """Weight bytes of one rank by kind, and cache bytes for each token of context.
+
+    The latent cache, the whole drafter and the drafter's cache are replicated over ranks.
+    """
+    w = shape_weights(c, tp)
+    kinds: Counter[str] = Counter()
+    for layer in w.layers:
+        kinds["attention"] += _nbytes(layer.qkv_a, layer.q_b, layer.w_uk, layer.w_uv, layer.o)
+        kinds["norms and rotary table"] += _nbytes(layer.input_norm, layer.q_norm, layer.kv_norm, layer.post_norm)
+        if isinstance(layer.mlp, kimi_k26.Mlp):
+            kinds["dense layers"] += _nbytes(layer.mlp.gate_up, layer.mlp.down)
+            continue
+        for packed in (layer.mlp.w13, layer.mlp.w2):
+            kinds["expert codes"] += packed.code_bytes
+            kinds["expert scales"] += packed.scale_bytes
+        kinds["shared experts"] += _nbytes(layer.mlp.shared.gate_up, layer.mlp.shared.down)
+        kinds["router"] += _nbytes(layer.mlp.router, layer.mlp.bias)
+    kinds["embedding"] += _nbytes(w.embed)
+    kinds["head"] += _nbytes(w.head)
+    kinds["norms and rotary table"] += _nbytes(w.norm, w.cos_sin)
+    token_bytes = c.layers * ShapeOnly((c.cache_width,), "bf16").nbytes
+    if drafter:
+        kinds["drafter"] = sum(ShapeOnly(shape, dtype).nbytes for shape, dtype in dflash.tensors(drafter).values())
+        token_bytes += drafter.layers * 2 * ShapeOnly((drafter.kv_heads, drafter.head_dim), "bf16").nbytes
+    return RankMemory(tp, dict(kinds), token_bytes)
+
+
+def _nbytes(*arrays: Any) -> int:
+    return sum(int(array.nbytes) for array in arrays)
+
+
+def plan_step(c: Config, tp: int, rows: int, ctx: int, hw: Hardware, *, streams: int = 1, distinct: float | None = None) -> StepFloor:
+    """The floor of one step of `rows` rows over `streams` sequences of `ctx` committed tokens each, on one of `tp` ranks.
+
+    distinct: experts hit in a layer; None for the expectation under uniform routing.
+    """
+    if not 1 <= streams <= rows or ctx < 0:
+        raise ValueError(f"want 1 <= streams <= rows and ctx >= 0; got streams {streams}, rows {rows}, ctx {ctx}")
+    known: dict[str, float] = {"M": rows, "I": rows, "B": streams, "keys": streams * ctx + rows, "row_keys": rows * (ctx + 1)}
+    if distinct is not None:
+        if not c.top_k <= distinct <= c.experts:
+            raise ValueError(f"distinct is {distinct}; a layer hits between {c.top_k} and {c.experts} experts")
+        known["distinct"] = distinct
+    calls = walk_step(c, tp)
+    table = [_price_call(call, count, known, hw) for call, count in calls.ops]
+    table += [_price_link(link, count, rows, tp, hw) for link, count in calls.links]
+    return StepFloor(rows, tuple(table))
+
+
+def plan_buckets(
+    c: Config, tp: int, buckets: Iterable[int], ctx: int, hw: Hardware, *, streams: int = 1, distinct: float | None = None
+) -> list[StepFloor]:
+    """plan_step for each bucket; a bucket below `streams` is taken with a row for each of fewer streams."""
+    return [plan_step(c, tp, rows, ctx, hw, streams=min(streams, rows), distinct=distinct) for rows in buckets]
+
+
+def plan_draft(d: dflash.Config, c: Config, tp: int, ctx: int, hw: Hardware, *, streams: int = 1) -> StepFloor:
+    """The floor of one draft round: one committed token of context and one block for each of `streams` sequences."""
+    calls = walk_draft(d, c, tp, streams)
+    known: dict[str, float] = {"keys": streams * ctx}
+    table = [_price_call(call, count, known, hw) for call, count in calls.ops]
+    table += [_price_link(link, count, link.rows, tp, hw) for link, count in calls.links]
+    return StepFloor(streams * d.block, tuple(table))
+
+
+_UNPRICED = ("S", "P", "W", "X", "Y", "a", "c", "n", "first", "page_size")  # symbols that tell nothing of a call's size
+
+
+def _price_call(call: Call, count: int, known: Mapping[str, float], hw: Hardware) -> PlanRow:
+    cost = call_cost(call, known)
+    dims = " ".join(f"{name}={value}" for name, value in call.symbols if name not in known and name not in _UNPRICED)
+    return PlanRow(call.op, dims, count, cost * count, cost.floor_us(hw) * count)
+
+
+def _price_link(link: Collective, count: int, rows: int, tp: int, hw: Hardware) -> PlanRow:
+    """A ring or a one-shot exchange: a fixed latency, then each rank receives (tp - 1) / tp of the result, twice for a sum."""
+    passes = 2 if link.op == "all_reduce" else 1
+    received = passes * rows * link.row_bytes * (tp - 1) / tp
+    each_us = hw.link_us + received / hw.link_bps * 1e6
+    return PlanRow(link.op, f"row={link.row_bytes}B", count, Cost(0.0, received * count, 0.0), each_us * count)
