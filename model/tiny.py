@@ -142,7 +142,7 @@ def _write_target(folder: Path, text: dict[str, Any], seed: int, prefix: str) ->
     layers = text["num_hidden_layers"]
     shard_of, total_bytes = {}, 0
     for shard in range(layers + 1):
-        file = f"model-{shard + 1:05d}-of-{layers + 1:05d}.safetensors"
+        file = f"model-{shard + 1:05d}-of-{layers + 1:06d}.safetensors"
         layer = f"model.layers.{shard}."
         mine = {n: s for n, s in spec.items() if (n.startswith(layer) if shard < layers else not n.startswith("model.layers."))}
         tensors = {prefix + name: tensor for name, tensor in _draw_all(mine, seed).items()}
