@@ -170,7 +170,7 @@ def _draw_all(spec: Spec, seed: int, stream: str = "") -> Tensors:
 def _draw(seed: int, name: str, shape: tuple[int, ...]) -> F32:
     """Normal values by the tensor's role: linear maps keep unit variance, norms are near 1, embeddings 1, the router bias 0.1.
 
-    Sigmoid scores of unit logits spread by 0.2, so a bias of 0.1 changes about a third of the selections and no weight.
+    Sigmoid scores of unit logits spread by 0.2, so a bias of 0.1 changes what about half of the tokens select.
     """
     drawn = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, np.float32)
     if name.endswith("norm.weight"):
