@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import roofline
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    assert roofline.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_holds_memory_and_every_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "--tp", "1", "8")
+    assert [m["tp"] for m in report["memory"]] == [1, 8]
+    assert report["memory"][1]["weight_bytes"] / 1e9 == pytest.approx(76.25 + 6.96, rel=0.01)
+    assert len(report["steps"]) == 2 * len(roofline.DEFAULT_BUCKETS)
+    for step in report["steps"]:
+        device = [op for op in step["ops"] if op["op"] not in ("all_reduce", "all_gather")]
+        assert sum(op["floor_us"] for op in device) == pytest.approx(step["floor_us"])
+        assert sum(op["bytes"] for op in device) == pytest.approx(step["bytes"])
+
+
+def test_options_move_the_numbers_the_right_way(capsys: pytest.CaptureFixture[str]) -> None:
+    def floor(*argv: str) -> float:
+        return run_json(capsys, "--tp", "8", "--buckets", "64", *argv)["steps"][0]["floor_us"]
+
+    plain = floor()
+    assert floor("--hw", "rtx-pro-6000") > 2 * plain
+    assert floor("--ctx", "100000", "--streams", "8") > 1.5 * plain
+    assert floor("--distinct", "100") < 0.6 * plain
+
+
+def test_demo_and_a_folder_and_a_file_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ("demo", str(ROOT / "model/demo"), str(ROOT / "model/demo/config.json"))
+    demo, folder, file = (run_json(capsys, "--config", path, "--hw", "cpu", "--tp", "1", "--buckets", "1") for path in paths)
+    assert demo["steps"] == folder["steps"] == file["steps"]
+    assert demo["drafts"] == folder["drafts"] and demo["drafts"] and not file["drafts"]
+
+
+def test_parts_cover_the_ops_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the table's columns leave to "other" stays under a tenth of the floor."""
+    covered = {op for ops in roofline.PARTS.values() for op in ops}
+    for step in run_json(capsys, "--tp", "1", "8")["steps"]:
+        other = sum(op["floor_us"] for op in step["ops"] if op["op"] not in covered and not op["op"].startswith("all_"))
+        assert other < 0.1 * step["floor_us"]
+
+
+def test_tables_name_their_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert roofline.main(["--tp", "8", "--buckets", "1", "16", "--detail"]) == 0
+    text = capsys.readouterr().out
+    for said in ("uniformly and independently", "tokens that fit", "moe_w4", "planned in", "4.54 TB/s"):
+        assert said in text
+    assert "…" not in text, "a column was cut"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tp", "3"], "tensor_parallel_size 3"),
+        (["--config", "/no/such"], "neither a built-in name"),
+        (["--hw", "abacus"], "known: h200"),
+        (["--buckets", "0"], "start at 1"),
+        (["--distinct", "1"], "between 8 and 384"),
+    ],
+)
+def test_bad_arguments_are_explained(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        roofline.main(argv)
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    for text, said in (("{", "not JSON"), ("{}", "model_type None")):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            roofline.main(["--config", str(path)])
+        err = capsys.readouterr().err
+        assert said in err and str(path) in err
+
+
+def test_it_runs_as_a_script_and_teaches() -> None:
+    done = subprocess.run([sys.executable, "tools/roofline.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert "examples" in done.stdout and "reading the tables" in done.stdout
