@@ -1,0 +1,402 @@
+"""The tokenizer against a slow one written from the format, the reference ids, and every way to cut a stream."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.tokenizer import PATTERN, RUN_CHARS, SLICE_CHARS, Tokenizer, TokenizerError, split_long
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "model" / "demo"
+GOLDEN = ROOT / "tests" / "fixtures" / "golden.npz"
+T = Tokenizer.load(DEMO)
+BYTE = {T.token_bytes(i)[0]: i for i in range(T.vocab_size) if len(T.token_bytes(i)) == 1}  # byte → its token
+SPECIALS = sorted(T.special.values())
+TEXTS = [
+    "I'm sure it's fine, but I can't say I'd trust that it's what we'd ship.",
+    "functions.get_weather:0",
+    '{"y": 1.0, "x": 2, "items": ["left", "right"]}',
+    "삼겹살 👍🏽 ďábel 世界 ok",
+    "漢字かなカナ ABCdef XMLHttpRequest 1234567 ...\r\n\r\n  x\t\ty   \n",
+    "e\u0301 a\u0308\u0323 \u200d 👨‍👩‍👧‍👦 \x00\x7f\x85\u2028",
+]
+
+
+def slow_encode(text: str) -> list[int]:
+    """BPE as the format states it: the whole piece if it is a token, else merge the adjacent pair of lowest rank."""
+    ranks = {T.token_bytes(i): i for i in range(min(SPECIALS))}
+    ids = []
+    for piece in regex.findall(PATTERN, text, flags=regex.V1):
+        raw = piece.encode()
+        parts = [raw] if raw in ranks else [raw[i : i + 1] for i in range(len(raw))]
+        while True:
+            pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
+            if not pairs:
+                break
+            _, i = min(pairs)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        ids += [ranks[part] for part in parts]
+    return ids
+
+
+def slow_decode(ids: list[int], skip_special_tokens: bool = True) -> str:
+    """Stretches between special tokens decoded whole."""
+    text, run = "", b""
+    for token in ids:
+        if token < min(SPECIALS):
+            run += T.token_bytes(token)
+            continue
+        shown = "" if skip_special_tokens and token in T.hidden else T.token_bytes(token).decode()
+        text, run = text + run.decode("utf-8", "replace") + shown, b""
+    return text + run.decode("utf-8", "replace")
+
+
+def stream_text(ids: list[int], cuts: list[int], skip: bool = True) -> str:
+    stream = T.stream(skip)
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    return "".join(stream.push(ids[a:b]) for a, b in pairwise(bounds)) + stream.flush()
+
+
+# --- encoding ---
+
+
+def test_pattern_has_eight_alternatives_and_reads_intersections() -> None:
+    assert PATTERN.count("&&") == 4
+    assert len(regex.findall(PATTERN, TEXTS[0], flags=regex.V1)) == 17
+    assert regex.findall(PATTERN, "漢字ab", flags=regex.V1) == ["漢字", "ab"]
+    assert regex.findall(PATTERN, "HTTPServer's 12345", flags=regex.V1) == ["HTTPServer's", " ", "123", "45"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_equals_slow_bpe(text: str) -> None:
+    assert T.encode(text) == slow_encode(text)
+    assert T.encode(text + "x") != slow_encode(text)
+    assert T.decode(T.encode(text)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.one_of(st.sampled_from("ab AB1'\n\r\t.世界"), st.characters(exclude_categories=("Cs",))), max_size=40))
+def test_encode_equals_slow_bpe_on_any_text(text: str) -> None:
+    ids = T.encode(text)
+    assert ids == slow_encode(text)
+    assert T.decode(ids) == text
+
+
+def test_reference_ids() -> None:
+    golden = np.load(GOLDEN)
+    plain = golden["plain_short.ids"].tolist()
+    assert T.encode("def add(a, b):\n") == plain
+    for name in ("text_300", "text_1100"):
+        ids = golden[f"{name}.ids"].tolist()
+        assert T.encode(T.decode(ids))[: len(ids) - 1] == ids[:-1]  # the cut may fall inside the last word
+    s = T.special
+    ids = T.encode_pieces([s["<|im_user|>"], "user", s["<|im_middle|>"], "Hi", s["<|im_end|>"], s["<|im_assistant|>"], "assistant"])
+    assert ids == golden["chat_hi.ids"].tolist()[: len(ids)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(list(T.special)), st.text(max_size=8)), max_size=8))
+def test_text_never_gives_a_control_token(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert max(T.encode(text), default=0) < min(SPECIALS)
+
+
+def test_control_tokens_can_be_told_apart() -> None:
+    """What the test above would see if special strings were read in text."""
+    assert T._bpe.encode("a<|im_end|>", allowed_special="all")[-1] == T.special["<|im_end|>"]
+    assert T.encode("a<|im_end|>")[-1] != T.special["<|im_end|>"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(SPECIALS), st.sampled_from(["the", " the", "\n", " ", "'", "s", "def", "世"])), max_size=20))
+def test_pieces_join_before_bpe(pieces: list[int | str]) -> None:
+    joined = "".join(piece if isinstance(piece, str) else T.token_bytes(piece).decode() for piece in pieces)
+    assert T.encode_pieces(pieces) == T._bpe.encode(joined, allowed_special="all")
+
+
+def test_pieces_encoded_apart_would_differ() -> None:
+    assert T.encode_pieces(["re", "turn"]) == T.encode("return") != T.encode("re") + T.encode("turn")
+
+
+def test_lone_surrogate_becomes_a_replacement() -> None:
+    assert T.decode(T.encode("a\ud800b")) == "a\ufffdb"
+
+
+# --- long text ---
+
+
+def slow_split(text: str) -> list[str]:
+    parts = []
+    for at in range(0, max(len(text), 1), SLICE_CHARS):
+        part = text[at : at + SLICE_CHARS]
+        start = run = 0
+        for i in range(len(part)):
+            run = run + 1 if i and part[i].isspace() == part[i - 1].isspace() else 1
+            if run > RUN_CHARS:
+                parts.append(part[start:i])
+                start, run = i, 1
+        parts.append(part[start:])
+    return [part for part in parts if part]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * (3 * RUN_CHARS),
+        "a" * (RUN_CHARS + 1) + " " * (2 * RUN_CHARS + 1) + "b" * RUN_CHARS,
+        ("ab " * 20_000 + "\u3000" * 30_000) * 5,
+        "x" * (SLICE_CHARS - 10) + " y" * 3000,
+        ("a" * RUN_CHARS + " ") * 20,
+    ],
+)
+def test_split_long_equals_a_walk_over_characters(text: str) -> None:
+    assert list(split_long(text)) == slow_split(text)
+    assert list(split_long(text + "a" * (RUN_CHARS + 1))) != slow_split(text)
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "\n", "世", "aB", "\n ", "a" * 24_999 + " ", " " * 24_999 + "a", "\u0301", "'s"])
+def test_long_text_takes_linear_time(unit: str) -> None:
+    """Without the split these take quadratic time or, for white space, overflow tiktoken's stack: a panic, no Exception."""
+    text = unit * (1_600_000 // len(unit))
+    start = time.perf_counter()
+    ids = T.encode(text)
+    assert time.perf_counter() - start < 3.0  # 0.02 to 0.25 s on one core
+    assert T.decode(ids) == text
+
+
+def test_tiktoken_panics_without_the_split() -> None:
+    with pytest.raises(BaseException) as caught:
+        T._bpe.encode_ordinary(" " * 1_600_000 + "a")
+    assert not isinstance(caught.value, Exception)
+
+
+# --- decoding ---
+
+CHARACTERS = "aé世👍🏽👨‍👩‍👧\u0301\u200d\ufffd "
+IDS = st.lists(
+    st.one_of(
+        st.sampled_from(list(BYTE.values())),
+        st.integers(0, T.vocab_size - 1),
+        st.sampled_from(SPECIALS),
+        st.sampled_from([BYTE[b] for b in CHARACTERS.encode()]),
+    ),
+    max_size=24,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(IDS, st.lists(st.integers(0, 24), max_size=8), st.booleans())
+def test_stream_equals_decode_for_every_cut(ids: list[int], cuts: list[int], skip: bool) -> None:
+    whole = T.decode(ids, skip)
+    assert whole == slow_decode(ids, skip)
+    assert stream_text(ids, cuts, skip) == whole
+    assert stream_text(ids, list(range(len(ids))), skip) == whole
+
+
+def test_every_pair_of_bytes() -> None:
+    for a in range(256):
+        for b in range(256):
+            ids = [BYTE[0x61], BYTE[a], BYTE[b], BYTE[0x20]]
+            assert stream_text(ids, [1, 2, 3]) == b"a%c%c ".replace(b"%c%c", bytes([a, b])).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_characters_across_tokens(step: int) -> None:
+    text = "삼겹살 👍🏽 ďábel 世"
+    ids = [BYTE[b] for b in text.encode()]
+    stream = T.stream()
+    deltas = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)]
+    assert "".join(deltas) == text and stream.flush() == ""
+    assert "\ufffd" in "".join(T.decode(ids[i : i + step]) for i in range(0, len(ids), step))  # decoding each alone fails
+
+
+def test_invalid_byte_and_an_end_inside_a_character() -> None:
+    stream = T.stream()
+    assert stream.push([BYTE[0xFF]]) == "\ufffd"
+    assert stream.push([BYTE[0x20]]) == " "
+    assert stream.push([BYTE[0xE4]]) == "" and stream.push([BYTE[0xB8]]) == ""
+    assert stream.flush() == "\ufffd" and stream.flush() == ""
+    assert stream.push([BYTE[0x96]]) == "\ufffd"  # nothing of the flushed character is left
+
+
+def test_a_special_token_ends_a_broken_character() -> None:
+    for name, shown in (("<|im_end|>", ""), ("</think>", "</think>")):
+        stream = T.stream()
+        assert stream.push([BYTE[0xE4]]) == ""
+        assert stream.push([T.special[name]]) == "\ufffd" + shown
+
+
+def test_what_skip_special_tokens_drops() -> None:
+    kept = {name for name, token in T.special.items() if T.decode([token])}
+    assert kept == {"<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"} | {
+        f"<|tool_call_{part}|>" for part in ("begin", "argument_begin", "end")
+    }
+    for name, token in T.special.items():
+        assert T.decode([token], skip_special_tokens=False) == name
+    assert T.special["<|reserved_token_4037|>"] == 4037 and 4037 in T.hidden
+
+
+@pytest.mark.parametrize("token", [-1, T.vocab_size, 2**31])
+def test_ids_outside_the_vocabulary(token: int) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: T.decode([0, token]),
+        lambda: T.token_bytes(token),
+        lambda: T.encode_pieces(["a", token]),
+        lambda: T.stream().push([token]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"token id {token} is outside the vocabulary \[0, 4096\)"):
+            call()
+
+
+def test_a_refused_push_leaves_the_stream_as_it_was() -> None:
+    stream = T.stream()
+    stream.push([BYTE[0xE4]])
+    with pytest.raises(ValueError):
+        stream.push([BYTE[0xB8], -1])
+    assert stream.push([BYTE[0xB8], BYTE[0x96]]) == "世"
+
+
+def test_numpy_ids() -> None:
+    ids = np.array(T.encode("Hi 世"), np.int32)
+    assert T.decode(ids) == "Hi 世"
+
+
+# --- loading ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("tiktoken.model", "tokenizer_config.json", "config.json", "generation_config.json"):
+        shutil.copy(DEMO / name, tmp_path / name)
+    return tmp_path
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_lines(path: Path, change: Callable[[list[bytes]], object]) -> None:
+    lines = path.read_bytes().splitlines()
+    change(lines)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def test_what_a_checkpoint_says() -> None:
+    assert T.vocab_size == 4096 and len(T.special) == 64
+    assert T.eos_ids == {T.special["[EOS]"], T.special["<|im_end|>"]} == {4033, 4034}
+    assert isinstance(T._bpe, tiktoken.Encoding)
+
+
+def test_flat_config_and_a_list_of_eos(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c.update(vocab_size=c.pop("text_config")["vocab_size"]))
+    edit_json(folder / "generation_config.json", lambda c: c.update(eos_token_id=[4034, 4041]))
+    assert Tokenizer.load(folder).eos_ids == {4033, 4034, 4041}
+    (folder / "generation_config.json").unlink()
+    assert Tokenizer.load(folder).eos_ids == {4033, 4034}
+
+
+def test_ids_follow_the_strings(folder: Path) -> None:
+    """Two names exchanged in the file are exchanged in the tokenizer: no id is taken for granted."""
+
+    def swap(config: dict) -> None:
+        added = config["added_tokens_decoder"]
+        added["4034"], added["4035"] = added["4035"], added["4034"]
+
+    edit_json(folder / "tokenizer_config.json", swap)
+    (folder / "generation_config.json").unlink()
+    loaded = Tokenizer.load(folder)
+    assert loaded.special["<|im_end|>"] == 4035 and loaded.eos_ids == {4033, 4035}
+
+
+def _gap(lines: list[bytes]) -> None:
+    lines[4031] = lines[4031].split()[0] + b" 4040"
+
+
+def _twice(lines: list[bytes]) -> None:
+    lines[300] = lines[299].split()[0] + b" 300"
+
+
+def _same_rank(lines: list[bytes]) -> None:
+    lines[300] = lines[300].split()[0] + b" 299"
+
+
+def _no_byte(lines: list[bytes]) -> None:
+    lines[BYTE[0xFF]] = base64.b64encode(b"\xff\xff\xff\xff") + b" %d" % BYTE[0xFF]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_gap, "rank 4031 is missing"),
+        (_twice, "line 301.*these bytes have rank 299"),
+        (_same_rank, "line 301.*rank 299 is"),
+        (_no_byte, "1 of the 256 single bytes.*0xff"),
+        (lambda lines: lines.__setitem__(5, b"!!! 5"), "line 6"),
+        (lambda lines: lines.__setitem__(5, b"QQ=="), "line 6"),
+        (lambda lines: lines.__setitem__(5, b" 5"), "line 6"),
+        (lambda lines: lines.clear(), "holds no token"),
+    ],
+)
+def test_broken_ranks_are_named(folder: Path, change: Callable[[list[bytes]], object], said: str) -> None:
+    edit_lines(folder / "tiktoken.model", change)
+    with pytest.raises(TokenizerError, match=f"(?s)tiktoken.model.*{said}"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("vocab_size", [4031, 4032, 163_840])
+def test_base_tokens_and_specials_must_fill_the_vocabulary(folder: Path, vocab_size: int) -> None:
+    edit_json(folder / "config.json", lambda c: c["text_config"].update(vocab_size=vocab_size))
+    with pytest.raises(TokenizerError, match=rf"tiktoken.model has 4032 tokens and .*config.json a vocab_size of {vocab_size}"):
+        Tokenizer.load(folder)
+
+
+def test_named_id_outside_the_specials(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c["text_config"].update(vocab_size=4095))
+    with pytest.raises(TokenizerError, match=r"tokenizer_config.json.*'\[PAD\]' has id 4095.*\[4032, 4095\)"):
+        Tokenizer.load(folder)
+
+
+def test_a_name_used_twice(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", lambda c: c["added_tokens_decoder"]["4034"].update(content="[EOS]"))
+    with pytest.raises(TokenizerError, match=r"4033 and 4034 are both named '\[EOS\]'"):
+        Tokenizer.load(folder)
+
+
+def test_eos_outside_the_vocabulary(folder: Path) -> None:
+    for value in (4096, -1, True, "x"):
+        edit_json(folder / "generation_config.json", lambda c, value=value: c.update(eos_token_id=value))
+        with pytest.raises(TokenizerError, match=r"generation_config\.json: eos_token_id"):
+            Tokenizer.load(folder)
+
+
+def test_no_eos_at_all(folder: Path) -> None:
+    for token in ("4033", "4034"):
+        edit_json(folder / "tokenizer_config.json", lambda c, token=token: c["added_tokens_decoder"].pop(token))
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(TokenizerError, match="eos_token_id"):
+        Tokenizer.load(folder)
+
+
+def test_broken_json_and_missing_files(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"config\.json: no JSON"):
+        Tokenizer.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        Tokenizer.load(folder)
