@@ -77,6 +77,5 @@ def test_the_example_op_is_a_legal_entry() -> None:
 
 
 def test_a_broken_link_and_a_missing_file_are_found() -> None:
-    text = "[a](README_NOT.md#x) [b](https://example.org/x.md) [c](setup.cfg) [d](#here) `runtime/nothing_here.py` `runtime/types.py` `tests/<x>.py`"
-    assert broken_links(text) == ["README_NOT.md"]
-    assert missing_files(text) == ["runtime/nothing_here.py"]
+    assert broken_links("[a](README_NOT.md#x) [b](https://example.org/x.md) [c](setup.cfg) [d](#here)") == ["README_NOT.md"]
+    assert missing_files("`runtime/nothing_here.py` `runtime/types.py` `tests/<x>.py`") == ["runtime/nothing_here.py"]
