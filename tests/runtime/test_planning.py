@@ -7,14 +7,20 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from model import dflash, kimi_k26
+from model.tiny import make_tiny
+from model.weights import Checkpoint
+from runtime.checked import CheckedBackend
 from runtime.hw import HARDWARE
+from runtime.kernels_np import NumpyBackend
 from runtime.null import NullBackend, NullComm, ShapeOnly
 from runtime.planning import memory_per_rank, plan_buckets, plan_draft, plan_step
 from runtime.shape_model import PAGE_SIZE, shape_drafter, shape_plan, shape_weights, walk_draft, walk_step
 from runtime.shapes import ShapeError
+from tests.plans import make_plan, page_table
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -177,3 +183,38 @@ def test_every_bucket_at_every_size_takes_less_than_a_second(k26: kimi_k26.Confi
         assert floors == sorted(floors) and all(f > 0 for f in floors)
     for wide, narrow in ((1, 2), (2, 4), (4, 8)):
         assert all(a.floor_us > b.floor_us for a, b in zip(tables[wide][1], tables[narrow][1], strict=True))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(make_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_planned_memory_is_what_loading_takes(tiny: Checkpoint, tp: int) -> None:
+    """The shapes made from a config alone hold the bytes that the loader hands to a backend for a real checkpoint."""
+    c = kimi_k26.Config.from_json(tiny.config)
+    ops = NullBackend()
+    loaded = kimi_k26.load(tiny, c, ops, 0, tp, c.max_positions)
+    assert memory_per_rank(c, tp).weight_bytes == ops.weight_bytes
+    assert {f.name: getattr(loaded.layers[1], f.name).shape for f in dataclasses.fields(loaded.layers[1]) if f.name != "mlp"} == {
+        f.name: getattr(shape_weights(c, tp).layers[1], f.name).shape for f in dataclasses.fields(loaded.layers[1]) if f.name != "mlp"
+    }
+
+
+def test_numpy_takes_the_planned_calls(tiny: Checkpoint) -> None:
+    """The forward over real arrays passes the shape checks and makes the calls that planning prices."""
+    c = kimi_k26.Config.from_json(tiny.config)
+    plan = make_plan([[1, 2]], [[-1, 0]], [0], page_table(1, 1))
+    numpy_backend, null = NumpyBackend(), NullBackend()
+    checked = CheckedBackend(numpy_backend)
+    weights = kimi_k26.load(tiny, c, checked, 0, 1, c.max_positions)
+    cache = checked.zeros((c.layers, 2 * PAGE_SIZE, c.cache_width))
+    logits, _ = kimi_k26.forward(checked, NullComm(1), c, weights, plan, cache, PAGE_SIZE)
+    assert np.isfinite(logits).all() and logits.shape == (2, c.vocab)
+    kimi_k26.forward(null, NullComm(1), c, shape_weights(c, 1), shape_plan(2, 1), null.zeros(cache.shape), PAGE_SIZE)
+    planned = [(call, count) for call, count in walk_step(c, 1).ops if call.op != "sample"]
+    assert planned == list(null.calls.items())
+    slipped = dataclasses.replace(weights, norm=weights.norm.astype(np.float64))
+    with pytest.raises(ShapeError, match=r"w .* is float64"):
+        kimi_k26.forward(checked, NullComm(1), c, slipped, plan, cache, PAGE_SIZE)
