@@ -1,0 +1,150 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.access import InFlight, KeyGate, read_body, send_error
+from server.answer import json_response
+from server.chat import chat
+from server.completion import complete
+from server.errors import ApiError, internal
+from server.metrics import CONTENT_TYPE
+from server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from server.service import Service
+
+log = logging.getLogger("server")
+
+RequestT = TypeVar("RequestT", bound=GenerationFields)
+Endpoint = Callable[[Service, Any, Receive], Awaitable[ASGIApp]]
+
+
+def make_app(service: Service, keys: Sequence[str] = (), version: str = "") -> ASGIApp:
+    """The ASGI application over `service`. With keys, every path but /health and /ready needs one."""
+    routes = [
+        Route("/health", _health(service)),
+        Route("/ready", _ready(service)),
+        Route("/metrics", _metrics(service)),
+        Route("/version", _version(version)),
+        Route("/v1/models", _models(service)),
+        Route("/v1/models/{model_id:path}", _model(service)),
+        Route("/v1/completions", Generate(service, CompletionRequest, complete), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, ChatRequest, chat), methods=["POST"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, ApiError: _api_error})
+    app.router.redirect_slashes = False
+    return KeyGate(InFlight(app, service), keys)
+
+
+class Generate:
+    """One generating endpoint: body to request struct, to the response that `endpoint` makes."""
+
+    def __init__(self, service: Service, kind: type[RequestT], endpoint: Endpoint) -> None:
+        self._service = service
+        self._kind = kind
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(scope, receive, self._service.limits)
+            request = self._service.decoder.decode(body, self._kind)
+            response = await self._endpoint(self._service, request, receive)
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        except Exception:
+            log.exception("a request failed")
+            await send_error(send, internal())
+            return
+        await response(scope, receive, send)
+
+
+def _health(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def health(_: HttpRequest) -> Response:
+        if service.loaded is None:
+            return json_response({"status": "loading"}, 503)
+        if service.loaded.engine.dead:
+            return json_response({"status": "dead"}, 503)
+        return json_response({"status": "ok"})
+
+    return health
+
+
+def _ready(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def ready(_: HttpRequest) -> Response:
+        if service.loaded is None or service.loaded.engine.dead:
+            return json_response({"status": "loading" if service.loaded is None else "dead"}, 503)
+        if service.draining:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "ready"})
+
+    return ready
+
+
+def _metrics(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def metrics(_: HttpRequest) -> Response:
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    return metrics
+
+
+def _version(version: str) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def show(_: HttpRequest) -> Response:
+        return json_response({"version": version})
+
+    return show
+
+
+def _models(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def models(_: HttpRequest) -> Response:
+        return json_response({"object": "list", "data": [] if service.loaded is None else [_model_card(service)]})
+
+    return models
+
+
+def _model(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def model(request: HttpRequest) -> Response:
+        name = request.path_params["model_id"]
+        if service.loaded is None or name != service.loaded.name:
+            raise ApiError(404, f"the model {name[:120]!r} does not exist", "model")
+        return json_response(_model_card(service))
+
+    return model
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    loaded = service.loaded
+    if loaded is None:
+        raise ApiError(503, "the model is loading")
+    return {
+        "id": loaded.name,
+        "object": "model",
+        "created": service.started_s,
+        "owned_by": "threshold",
+        "root": loaded.name,
+        "parent": None,
+        "max_model_len": loaded.max_model_len,
+    }
+
+
+async def _api_error(_: HttpRequest, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        error = internal()
+    return Response(error.json(), error.status, headers=error.headers, media_type="application/json")
+
+
+async def _http_error(request: HttpRequest, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    method = request.method if request.method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "this method"
+    message = {404: "no such path; see /v1/models, /v1/chat/completions, /v1/completions", 405: f"{method} is not allowed here"}
+    return await _api_error(request, ApiError(status, message.get(status, "the request can not be served"), headers=headers))

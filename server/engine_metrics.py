@@ -1,0 +1,81 @@
+"""EngineStats as Prometheus families, read at scrape time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from runtime.stats import EngineStats
+
+StatsReader = Callable[[], EngineStats]
+
+
+class EngineCollector(Collector):
+    """Asks `read_stats` once a scrape, so that all values of a scrape are of the same moment."""
+
+    def __init__(self, read_stats: StatsReader) -> None:
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read_stats()
+        yield from _gauges(stats)
+        yield from _counters(stats)
+        yield _labelled("request_success", "Finished choices.", "finished_reason", stats.finished)
+        by_position = {str(depth): count for depth, count in enumerate(stats.accepted_per_position)}
+        yield _labelled(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts whose node at this depth (0: the first) was accepted.",
+            "position",
+            by_position,
+        )
+        yield _labelled("stage_seconds", "Wall time of the engine's thread by stage of a step.", "stage", stats.stage_s)
+        yield _labelled("steps_by_bucket", "Steps by rows, rounded up to a power of two.", "rows", _by_power(stats.bucket_steps))
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("num_requests_running", "Choices in the engine's steps.", stats.running)
+    yield GaugeMetricFamily("num_requests_waiting", "Choices that wait for a seat.", stats.waiting)
+    yield GaugeMetricFamily("kv_cache_usage_perc", "Share of cache pages held by sequences; 1 is full.", stats.kv_cache_usage)
+    yield GaugeMetricFamily("step_milliseconds", "Moving mean of a step.", stats.step_ms_ema)
+    pages = GaugeMetricFamily("kv_pages", "Cache pages by state.", labels=["state"])
+    pages.add_metric(["used"], stats.pages_used)
+    pages.add_metric(["kept"], stats.pages_kept)
+    pages.add_metric(["free"], stats.pages_total - stats.pages_used - stats.pages_kept)
+    yield pages
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("prompt_tokens", "Prompt tokens of admitted choices.", stats.prompt_tokens),
+        ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+        ("generation_tokens", "Tokens delivered, after the cut at a stop or limit.", stats.generation_tokens),
+        ("num_preemptions", "Running choices put back to wait for pages.", stats.preemptions),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+        ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_hits),
+        ("corrupted_requests", "Choices ended by a NaN or Inf in their logits.", stats.corrupted_requests),
+        ("spec_decode_num_drafts", "Draft trees verified.", stats.drafts),
+        ("spec_decode_num_draft_tokens", "Draft nodes verified, roots not counted.", stats.draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Draft nodes accepted.", stats.accepted_tokens),
+        ("steps", "Steps of the target.", stats.steps),
+        ("step_rows", "Live rows of all steps.", stats.rows),
+        ("callback_errors", "Deliveries that raised.", stats.callback_errors),
+    ):
+        yield CounterMetricFamily(name, text, value)
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _by_power(steps: Mapping[int, int]) -> dict[str, float]:
+    """At most about 20 label values, whatever row counts the steps had."""
+    grouped: Counter[int] = Counter()
+    for rows, count in steps.items():
+        grouped[1 << (rows - 1).bit_length() if rows > 0 else 0] += count
+    return {str(rows): float(grouped[rows]) for rows in sorted(grouped)}

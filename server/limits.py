@@ -1,0 +1,29 @@
+"""Ceilings: every number, list, string and queue that a request can reach, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may ask of the server before it is refused or cut off.
+
+    The sampling fields' own ranges (n, stop strings, logit_bias …) live in runtime.types; these
+    are the transport's. A refusal names the limit and both values.
+    """
+
+    max_body_bytes: int = 8 << 20  # a 262,144-token prompt as JSON integers takes 2 MB
+    max_header_bytes: int = 32 << 10
+    body_timeout_s: float = 30.0  # a body that trickles in slower is dropped
+    max_prompts: int = 64  # prompts in one completion request
+    max_choices: int = 128  # prompts x n
+    max_messages: int = 4096
+    max_tools: int = 256
+    queue_events: int = 256  # undelivered events for each choice; one above: the client is too slow
+    queue_bytes: int = 1 << 20  # undelivered text for each choice
+    keep_alive_s: float = 15.0  # an SSE comment after this much silence
+    write_timeout_s: float = 60.0  # one write that the client does not take
+    retry_after_s: int = 1
+    inline_chars: int = 20_000  # longer prompts are encoded off the event loop (about 2 ms of tiktoken)
+    max_logged_fields: int = 64  # names of unknown request fields remembered for the log

@@ -1,0 +1,113 @@
+"""The wire: request bodies as msgspec structs, and the pieces of the answers.
+
+Field names are OpenAI's, then vLLM's. Types are strict ("n": 1.0 or "1" is refused); ranges are
+checked where the value is used, so that each is written once. Absent and null mean the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions. prompt: text, token ids, or a list of either."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions. What a message may hold is the chat template's to check."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+# Fields that would change the output and are not served yet: name -> (values that mean "off", what to do).
+# A field outside this table and outside the structs is accepted, ignored and logged once.
+NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "best_of": ((1,), "ask for n choices and pick one yourself"),
+    "suffix": (("",), "fill-in-the-middle is not supported"),
+    "use_beam_search": ((False,), "beam search is not supported"),
+    "length_penalty": ((1, 1.0), "beam search is not supported"),
+    "prompt_logprobs": ((), "log-probabilities of the prompt are not supported"),
+    "prompt_embeds": ((), "send text or token ids"),
+    "allowed_token_ids": ((), "use logit_bias"),
+    "bad_words": (([],), "use logit_bias"),
+    "logits_processors": (([],), "use logit_bias"),
+    "truncate_prompt_tokens": ((), "shorten the prompt before sending it"),
+    "continue_final_message": ((False,), "end the messages with a user or tool message"),
+    "add_generation_prompt": ((True,), "the generation prompt is always added"),
+    "chat_template": ((), "a template out of a request is never run"),
+    "thinking": ((), 'use chat_template_kwargs {"thinking": true or false}'),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
+    "guided_json": ((), "structured output is not supported yet"),
+    "guided_regex": ((), "structured output is not supported yet"),
+    "guided_choice": ((), "structured output is not supported yet"),
+    "guided_grammar": ((), "structured output is not supported yet"),
+    "structured_outputs": ((), "structured output is not supported yet"),
+    "audio": ((), "text is the only modality"),
+    "modalities": ((["text"],), "text is the only modality"),
+}
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails

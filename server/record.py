@@ -1,0 +1,84 @@
+"""What happened to one choice: counts, times and the speculation record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runtime.types import Emission
+from server.protocol import CompletionDetails, PromptDetails, Usage
+
+SpecDetail = Literal["none", "summary", "detailed"]
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    """Filled by observe() as emissions arrive; times are the event loop's clock, in seconds."""
+
+    prompt_tokens: int
+    submitted_s: float
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    finish: str | None = None
+    accepted: list[int] = field(default_factory=list)  # one entry a speculative step
+    drafted: list[int] = field(default_factory=list)
+
+    def observe(self, emission: Emission, now_s: float) -> None:
+        self.completion_tokens += len(emission.tokens)
+        self.cached_tokens = max(self.cached_tokens, emission.cached_tokens)
+        if emission.tokens:
+            if self.first_s is None:
+                self.first_s = now_s
+            self.last_s = now_s
+        if emission.accepted is not None:
+            self.accepted.append(emission.accepted)
+            self.drafted.append(emission.drafted)
+        if emission.finish is not None:
+            self.finish = emission.finish
+
+
+def usage_of(records: list[ChoiceRecord], prompts: int = 1) -> Usage:
+    """Usage of one answer. A prompt counts once, however many choices it has."""
+    per_prompt = max(1, len(records) // max(1, prompts))
+    heads = records[::per_prompt]
+    prompt_tokens = sum(r.prompt_tokens for r in heads)
+    completion_tokens = sum(r.completion_tokens for r in records)
+    return Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptDetails(sum(r.cached_tokens for r in heads)),
+        CompletionDetails(sum(r.reasoning_tokens for r in records)),
+    )
+
+
+def speculation_of(records: list[ChoiceRecord], depth: int, detail: SpecDetail) -> dict[str, Any] | None:
+    """The per-request speculation object in vLLM's form; None for more than one choice, or nothing to tell.
+
+    num_spec_tokens is the greatest depth of a tree, num_draft_tokens the verified nodes without the
+    root. The sums agree: histogram entries sum to num_spec_steps, j * entry[j] to the accepted count.
+    """
+    if detail == "none" or len(records) != 1 or not records[0].accepted:
+        return None
+    accepted, drafted = records[0].accepted, records[0].drafted
+    histogram = [0] * (max(depth, *accepted) + 1)
+    for count in accepted:
+        histogram[count] += 1
+    steps, total, nodes = len(accepted), sum(accepted), sum(drafted)
+    found: dict[str, Any] = {
+        "mean_acceptance_length": 1 + total / steps,
+        "draft_acceptance_rate": total / nodes if nodes else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": total,
+        "num_draft_tokens": nodes,
+        "num_spec_tokens": len(histogram) - 1,
+        "tree_nodes_per_step": nodes / steps,
+    }
+    if detail == "detailed":
+        found["per_step_accepted"] = accepted
+        found["per_step_drafted"] = drafted
+    return found

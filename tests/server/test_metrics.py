@@ -1,0 +1,99 @@
+"""/metrics: vLLM's names, ours beside them, closed label sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from runtime.stats import EngineStats
+from server.metrics import Metrics
+
+WANTED = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "admission_rejections_total",
+    "corrupted_requests_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count",
+    "request_time_per_output_token_seconds_count",
+    "e2e_request_latency_seconds_count",
+    "request_prompt_tokens_count",
+    "request_generation_tokens_count",
+    "request_params_n_count",
+    "request_params_max_tokens_count",
+]
+
+
+def samples(text: bytes) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def watched(prefix: str, stats: EngineStats | None = None) -> Metrics:
+    metrics = Metrics(prefix)  # type: ignore[arg-type]
+    metrics.watch("m", lambda: stats or EngineStats(pages_total=10, pages_used=4, accepted_per_position=[5, 3]))
+    return metrics
+
+
+@pytest.mark.parametrize(("prefix", "prefixes"), [("vllm", ["vllm"]), ("runtime", ["runtime"]), ("both", ["vllm", "runtime"])])
+def test_every_name_is_there_under_every_prefix_asked_for(prefix: str, prefixes: list[str]) -> None:
+    found = samples(watched(prefix).render())
+    assert {name.split(":")[0] for name in found} == set(prefixes)
+    for name in WANTED:
+        for one in prefixes:
+            assert all(sample.labels["model_name"] == "m" for sample in found[f"{one}:{name}"])
+    assert ("runtime:kv_pages" in found) == ("runtime" in prefixes)
+    assert "vllm:kv_pages" not in found, "no name that vLLM does not have"
+    assert not any(name.endswith("_created") for name in found)
+
+
+def test_values_are_the_engines() -> None:
+    stats = EngineStats(running=3, pages_total=10, pages_used=4, pages_kept=1, draft_tokens=9, accepted_per_position=[5, 3])
+    stats.bucket_steps.update({1: 2, 3: 1, 4: 1, 500: 7})
+    found = samples(watched("both", stats).render())
+    assert found["vllm:num_requests_running"][0].value == 3
+    assert found["vllm:kv_cache_usage_perc"][0].value == 0.4
+    assert {s.labels["state"]: s.value for s in found["runtime:kv_pages"]} == {"used": 4, "kept": 1, "free": 5}
+    assert {s.labels["position"]: s.value for s in found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]} == {"0": 5, "1": 3}
+    assert {s.labels["rows"]: s.value for s in found["runtime:steps_by_bucket_total"]} == {"1": 2, "4": 2, "512": 7}
+
+
+def test_requests_do_not_grow_the_scrape(running: Any) -> None:
+    running.client.complete()
+
+    def lines() -> int:
+        return len(running.client.get("/metrics")[1].splitlines())
+
+    before = lines()
+    for i in range(20):
+        running.client.complete(user=f"u{i}", cache_salt=f"s{i}")
+        running.client.get(f"/path{i}")
+        running.client.complete(model=f"m{i}")
+    assert lines() == before
+
+
+def test_times_are_observed_once_a_choice(start_server: Any) -> None:
+    server = start_server(lambda _: [[97], [98], [99], [256]])
+    assert server.client.complete(n=2)[0] == 200
+    assert server.client.metric("vllm:time_to_first_token_seconds_count") == 2
+    assert server.client.metric("vllm:inter_token_latency_seconds_count") == 6
+    assert server.client.metric("vllm:request_generation_tokens_sum") == 8
+    assert server.client.metric("vllm:request_params_n_sum") == 2
+    assert server.client.metric("vllm:request_success_total") == 2
