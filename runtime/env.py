@@ -26,7 +26,6 @@ class Env:
     log_level: str = "info"
     api_key: str | None = field(default=None, repr=False)
     cache_dir: Path | None = None
-    num_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,6 @@ ENV_TABLE: tuple[EnvEntry, ...] = (
     _entry("RUNTIME_LOG_LEVEL", " | ".join(LOG_LEVELS), "The least severe message that the server logs.", _parse_choice(LOG_LEVELS)),
     _entry("RUNTIME_API_KEY", "text", "If set, the server refuses /v1 requests without this bearer token.", _parse_secret),
     _entry("RUNTIME_CACHE_DIR", "folder", "Where compiled kernels are kept; unset: runtime in $XDG_CACHE_HOME or ~/.cache.", _parse_dir),
-    _entry("RUNTIME_NUM_THREADS", "int 0..1024", "CPU threads of one rank; 0 leaves the choice to NumPy's BLAS.", _parse_int(0, 1024)),
 )
 
 
