@@ -27,10 +27,6 @@ class BoundModel:
     last_position: int  # drafts stop their positions here
     drafter: Drafter | None = None
 
-    @property
-    def vocab(self) -> int:
-        return self.config.vocab
-
     def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array]:
         taps = self.drafter.config.taps if self.drafter else ()
         return kimi_k26.forward(ops, comm, self.config, self.weights, plan, self.cache, self.page_size, taps)

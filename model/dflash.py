@@ -51,7 +51,9 @@ class Config:
             raise ValueError(f"{where}: architectures is {config.get('architectures')!r}; a DFlashDraftModel is needed")
         kinds = set(config.get("layer_types") or ["full_attention"])
         if kinds != {"full_attention"} or inner.get("causal") or inner.get("use_swa") or config.get("use_sliding_window"):
-            raise ValueError(f"{where}: only bidirectional full_attention layers are implemented; layer_types {sorted(kinds)}, dflash_config {inner}")
+            raise ValueError(
+                f"{where}: only bidirectional full_attention layers are implemented; layer_types {sorted(kinds)}, dflash_config {inner}"
+            )
         if inner.get("sample_from_anchor") or config.get("draft_vocab_size"):
             raise ValueError(f"{where}: sample_from_anchor and draft_vocab_size are not implemented")
         if config.get("attention_bias"):
@@ -159,12 +161,17 @@ def load(ckpt: Any, c: Config, backend: Any, positions: int, attention_factor: f
     def layer(i: int) -> Layer:
         p = f"layers.{i}."
         gate_up = np.concatenate([get(f"{p}mlp.gate_proj"), get(f"{p}mlp.up_proj")])
+        q, k, v, o = (backend.param(get(f"{p}self_attn.{n}_proj")) for n in ("q", "k", "v", "o"))
         return Layer(
-            backend.param(get(f"{p}input_layernorm")),
-            *(backend.param(get(f"{p}self_attn.{n}_proj")) for n in ("q", "k", "v", "o")),
-            *(backend.param(get(f"{p}self_attn.{n}_norm")) for n in ("q", "k")),
-            backend.param(get(f"{p}post_attention_layernorm")),
-            Mlp(backend.param(gate_up), backend.param(get(f"{p}mlp.down_proj"))),
+            input_norm=backend.param(get(f"{p}input_layernorm")),
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            q_norm=backend.param(get(f"{p}self_attn.q_norm")),
+            k_norm=backend.param(get(f"{p}self_attn.k_norm")),
+            post_norm=backend.param(get(f"{p}post_attention_layernorm")),
+            mlp=Mlp(backend.param(gate_up), backend.param(get(f"{p}mlp.down_proj"))),
         )
 
     return Weights(
@@ -208,7 +215,17 @@ def _keys_values(ops: Any, c: Config, layer: Layer, cos_sin: Array, x: Array, po
 
 
 def block_logits(
-    ops: Any, comm: Any, c: Config, w: Weights, target: kimi_k26.Weights, token: Array, pos: Array, mask_rows: Array, plan: DraftPlan, cache: Cache, page_size: int
+    ops: Any,
+    comm: Any,
+    c: Config,
+    w: Weights,
+    target: kimi_k26.Weights,
+    token: Array,
+    pos: Array,
+    mask_rows: Array,
+    plan: DraftPlan,
+    cache: Cache,
+    page_size: int,
 ) -> Array:
     """Logits [B*(block-1), V] f32 of the mask slots. token, pos [B*block]: each root, then masks; mask_rows: their row numbers."""
     m = len(token)

@@ -60,7 +60,10 @@ class Config:
 
     @staticmethod
     def from_json(config: Mapping[str, Any], where: str = "config.json") -> Config:
-        """Reads a nested (text_config) or bare config; raises ValueError naming file, key and value for what is missing or unsupported."""
+        """Reads a nested (text_config) or bare config.
+
+        Raises ValueError naming file, key and value for what is missing or unsupported.
+        """
         text = config.get("text_config", config)
         if text.get("model_type") not in ("kimi_k2", "deepseek_v3"):
             raise ValueError(f"{where}: model_type {text.get('model_type')!r} is not supported; kimi_k2 and deepseek_v3 are")
@@ -109,7 +112,8 @@ class Config:
         if tp not in legal:
             raise ValueError(
                 f"tensor_parallel_size {tp} does not divide this model; legal: {', '.join(map(str, legal))} "
-                f"(heads {self.heads}, dense width {self.dense_width}, expert width {self.expert_width} in groups of 32, vocabulary {self.vocab})"
+                f"(heads {self.heads}, dense width {self.dense_width}, expert width {self.expert_width} in groups of 32, "
+                f"vocabulary {self.vocab})"
             )
 
     def _divides(self, tp: int) -> bool:
@@ -204,7 +208,9 @@ class Weights:
     cos_sin: Array  # [X, R] f32
 
 
-def load(ckpt: Any, c: Config, backend: Any, rank: int, tp: int, positions: int, progress: Callable[[str], None] = lambda _: None) -> Weights:
+def load(
+    ckpt: Any, c: Config, backend: Any, rank: int, tp: int, positions: int, progress: Callable[[str], None] = lambda _: None
+) -> Weights:
     """Reads this rank's slices from a `model.weights.Checkpoint`. Cuts: heads, widths and vocabulary; the latent path is replicated."""
     c.check_tp(tp)
     ckpt.expect(tensors(c))
@@ -263,7 +269,9 @@ def load(ckpt: Any, c: Config, backend: Any, rank: int, tp: int, positions: int,
     )
 
 
-def forward(ops: Any, comm: Any, c: Config, w: Weights, plan: StepPlan, cache: Array, page_size: int, taps: Sequence[int] = ()) -> tuple[Array, Array]:
+def forward(
+    ops: Any, comm: Any, c: Config, w: Weights, plan: StepPlan, cache: Array, page_size: int, taps: Sequence[int] = ()
+) -> tuple[Array, Array]:
     """One step: logits [r, V] f32 of the plan's out_rows, and the residual stream after each layer of `taps`, [m, len(taps), H] bf16.
 
     cache [layers, S, L+R] is read and written; the plan's moves come first.
@@ -293,7 +301,9 @@ def forward(ops: Any, comm: Any, c: Config, w: Weights, plan: StepPlan, cache: A
     return head_logits(ops, comm, w, h, plan.out_rows, c.vocab), kept
 
 
-def _attention(ops: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan: StepPlan, cache: Array, page_size: int, *, out: Array) -> None:
+def _attention(
+    ops: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan: StepPlan, cache: Array, page_size: int, *, out: Array
+) -> None:
     m, heads = h.shape[0], layer.w_uk.shape[0]
     qkv_a = ops.buffer("qkv_a", (m, c.q_rank + c.cache_width))
     q_latent = ops.buffer("q_latent", (m, c.q_rank))
@@ -307,7 +317,18 @@ def _attention(ops: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan
     ops.linear(q_latent, layer.q_b, out=q)
     ops.mla_query(q, layer.w_uk, plan.pos, cos_sin, out=absorbed)
     ops.tree_mla(
-        absorbed, cache, plan.pages, page_size, plan.ctx, plan.row0, plan.seq, plan.pos, plan.slot, plan.ancestors, c.softmax_scale, out=mixed
+        absorbed,
+        cache,
+        plan.pages,
+        page_size,
+        plan.ctx,
+        plan.row0,
+        plan.seq,
+        plan.pos,
+        plan.slot,
+        plan.ancestors,
+        c.softmax_scale,
+        out=mixed,
     )
     ops.mla_value(mixed, layer.w_uv, out=value)
     ops.linear(value, layer.o, out=out)
@@ -336,7 +357,7 @@ def swiglu(ops: Any, mlp: Mlp, h: Array, *, out: Array) -> None:
 def head_logits(ops: Any, comm: Any, w: Weights, h: Array, rows: Array, vocab: int) -> Array:
     """Logits [len(rows), V] f32 of some rows of h: this rank's share of the vocabulary, then everybody's."""
     chosen = ops.buffer("head_rows", (len(rows), h.shape[1]))
-    local = ops.buffer("local_logits", (len(rows), w.head.shape[0]), "f32")
+    local: Array = ops.buffer("local_logits", (len(rows), w.head.shape[0]), "f32")
     ops.gather_rows(h, rows, out=chosen)
     ops.linear_f32(chosen, w.head, out=local)
     if comm.world == 1:

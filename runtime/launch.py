@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class ThreadRanks:
         self._layout = layout
         self._blob = np.zeros(layout.nbytes, np.uint8)
         self._lock = threading.Lock()
-        self._workers: list[Worker] = self._together([lambda r=r: make_worker(r, self._comms[r]) for r in range(world)])
+        self._workers = self._together([partial(make_worker, rank, comm) for rank, comm in enumerate(self._comms)])
         self.limits: Limits = self._workers[0].limits
 
     def _together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -49,14 +50,14 @@ class ThreadRanks:
     def step(self, plan: StepPlan) -> StepResult:
         with self._lock:
             pack_plan(plan, self._layout, self._blob)
-            results = self._together([lambda w=w: w.step(unpack_plan(self._blob, self._layout)) for w in self._workers])
+            seen = unpack_plan(self._blob, self._layout)
+            results = self._together([partial(worker.step, seen) for worker in self._workers])
         check_ranks_agree(results)
         return results[0]
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         with self._lock:
-            calls: list[Any] = [lambda w=w: w.draft(plan) for w in self._workers]
-            return self._together(calls)[0]
+            return self._together([partial(worker.draft, plan) for worker in self._workers])[0]
 
     def close(self) -> None:
         for worker in self._workers:

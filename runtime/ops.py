@@ -56,7 +56,8 @@ def expected_experts(experts: float, top_k: float, rows: float) -> float:
 
     An upper bound on what correlated real tokens hit.
     """
-    return experts * (1.0 - (1.0 - top_k / experts) ** rows)
+    missed: float = (1.0 - top_k / experts) ** rows
+    return experts * (1.0 - missed)
 
 
 def _gemm(m: float, n: float, k: float) -> Cost:
@@ -154,9 +155,11 @@ _ENTRIES = (
     ),
     Op(
         "tree_mla",
-        "q: [M, A, L+R] bf16, cache: [S, L+R] bf16, pages: [B, P] i32, page_size: int, ctx: [B] i32, row0: [B] i32, seq: [M] i32, pos: [M] i32, slot: [M] i32,"
-        " ancestors: [M, W] u64, scale: float -> out: [M, A, L] bf16",
-        "Attention of each row over its sequence's ctx committed latents and its own ancestors (itself included); the value of a key is its "
+        "q: [M, A, L+R] bf16, cache: [S, L+R] bf16, pages: [B, P] i32, page_size: int, ctx: [B] i32, row0: [B] i32,"
+        " seq: [M] i32, pos: [M] i32,"
+        " slot: [M] i32, ancestors: [M, W] u64, scale: float -> out: [M, A, L] bf16",
+        "Attention of each row over its sequence's ctx committed latents and its own ancestors (itself included); the"
+        " value of a key is its "
         "first L numbers. Softmax in float32.",
         _tree_mla_cost,
         ACCUMULATED,
@@ -185,8 +188,10 @@ _ENTRIES = (
     ),
     Op(
         "moe_w4",
-        "x: [M, H] bf16, expert: [M, k] i32, weight: [M, k] f32, w13: [E, 2*F, H] w4, w2: [E, H, F] w4, base: [M, H] bf16 -> out: [M, H] bf16",
-        "out = base + sum_k weight * w2[e] (silu(g) * u), [g | u] = w13[e] x. Weights (code - 8) * scale; silu(g) * u is rounded to bf16; the sum "
+        "x: [M, H] bf16, expert: [M, k] i32, weight: [M, k] f32, w13: [E, 2*F, H] w4, w2: [E, H, F] w4, base: [M, H]"
+        " bf16 -> out: [M, H] bf16",
+        "out = base + sum_k weight * w2[e] (silu(g) * u), [g | u] = w13[e] x. Weights (code - 8) * scale; silu(g) * u"
+        " is rounded to bf16; the sum "
         "over experts and base is float32, rounded once.",
         _moe_cost,
         ACCUMULATED,
@@ -218,8 +223,10 @@ _ENTRIES = (
     ),
     Op(
         "sample",
-        "logits: [I, V] f32, out_rows: [I] i32, seq: [M] i32, pos: [M] i32, temperature: [B] f32, top_p: [B] f32, min_p: [B] f32, top_k: [B] i32,"
-        " seed: [B] u64, logprobs: [B] i32, adjust_seq: [a, 2] i32, adjust_seq_by: [a, 2] f32, adjust_row: [c, 2] i32, adjust_row_by: [c, 2] f32"
+        "logits: [I, V] f32, out_rows: [I] i32, seq: [M] i32, pos: [M] i32, temperature: [B] f32, top_p: [B] f32,"
+        " min_p: [B] f32, top_k: [B] i32,"
+        " seed: [B] u64, logprobs: [B] i32, adjust_seq: [a, 2] i32, adjust_seq_by: [a, 2] f32, adjust_row: [c, 2] i32,"
+        " adjust_row_by: [c, 2] f32"
         " -> target: [I] i32, logp: [I] f32, finite: [I] bool, top_ids: [I, K] i32, top_logp: [I, K] f32",
         "Draws the token after each out_row, keyed by (seed, position of the drawn token); log-probabilities are the raw distribution's.",
         lambda s: Cost(8.0 * s["I"] * s["V"], F32_ * s["I"] * s["V"], 9.0 * s["I"]),
@@ -244,9 +251,10 @@ _ENTRIES = (
     ),
     Op(
         "block_attention",
-        "q: [M, A, J] bf16, k: [M, Z, J] bf16, v: [M, Z*J] bf16, k_cache: [S, Z, J] bf16, v_cache: [S, Z, J] bf16, pages: [B, P] i32, page_size: int, ctx: [B] i32,"
-        " scale: float -> out: [M, A*J] bf16",
-        "Each of the B blocks of M/B rows sees its sequence's ctx context keys and its whole own block, without a causal mask; grouped heads.",
+        "q: [M, A, J] bf16, k: [M, Z, J] bf16, v: [M, Z*J] bf16, k_cache: [S, Z, J] bf16, v_cache: [S, Z, J] bf16, pages: [B, P] i32,"
+        " page_size: int, ctx: [B] i32, scale: float -> out: [M, A*J] bf16",
+        "Each of the B blocks of M/B rows sees its sequence's ctx context keys and its whole own block, without a"
+        " causal mask; grouped heads.",
         _block_attention_cost,
         ACCUMULATED,
         "DFlash, arXiv 2602.06036; GQA, arXiv 2305.13245",

@@ -61,7 +61,10 @@ class PlanLayout:
         per_row = {"token", "pos", "slot", "seq", "out_rows"}
         if name in per_row:
             return self.max_rows, 0
-        two_columns = {"moves": self.max_moves, **dict.fromkeys(("adjust_seq", "adjust_seq_by", "adjust_row", "adjust_row_by"), self.max_adjust)}
+        two_columns = {
+            "moves": self.max_moves,
+            **dict.fromkeys(("adjust_seq", "adjust_seq_by", "adjust_row", "adjust_row_by"), self.max_adjust),
+        }
         if name in two_columns:
             return two_columns[name], 2
         if name == "ancestors":

@@ -15,8 +15,6 @@ from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
 class TargetModel(Protocol):
     """A target bound to its weights and cache (`model.bound` makes one): all that a rank asks of it."""
 
-    vocab: int
-
     def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array]:
         """Logits [r, V] f32 of the out_rows, taps [m, n, H] of all rows."""
 
@@ -83,8 +81,8 @@ class Worker:
                 top_ids=top_ids,
                 top_logp=top_logp,
             )
-        results = (ops.host(a) for a in (target, logp, finite, top_ids, top_logp))
-        return StepResult(*results, step_us=(time.perf_counter() - start) * 1e6)
+        drawn, its_logp, ok, ids, logps = (ops.host(a) for a in (target, logp, finite, top_ids, top_logp))
+        return StepResult(drawn, its_logp, ok, ids, logps, (time.perf_counter() - start) * 1e6)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         """Materialises the context of tap_rows (rows of the last step), then proposes a block for each root."""
@@ -112,4 +110,6 @@ def check_ranks_agree(results: Sequence[StepResult]) -> None:
     for rank, result in enumerate(results[1:], 1):
         if not np.array_equal(result.target, results[0].target):
             at = int(np.flatnonzero(result.target != results[0].target)[0])
-            raise RuntimeError(f"rank {rank} drew token {int(result.target[at])} at output row {at}, rank 0 drew {int(results[0].target[at])}")
+            raise RuntimeError(
+                f"rank {rank} drew token {int(result.target[at])} at output row {at}, rank 0 drew {int(results[0].target[at])}"
+            )

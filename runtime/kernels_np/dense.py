@@ -14,7 +14,7 @@ def embed(token: I32, table: F32, first: int, *, out: Array) -> None:
     out[:] = np.where(here[:, None], table[np.where(here, local, 0)], np.float32(0.0))
 
 
-def normed(x: Array, w: F32, eps: float) -> F32:
+def normed(x: Array, w: F32, eps: float) -> Array:
     """x * rsqrt(mean(x^2) + eps) * w along the last axis, in float32, not rounded."""
     x = f32(x)
     mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
@@ -38,7 +38,7 @@ def linear_f32(x: Array, w: F32, *, out: F32) -> None:
     out[:] = product(x, w)
 
 
-def silu(x: F32) -> F32:
+def silu(x: F32) -> Array:
     """x * sigmoid(x); exp may overflow to inf for very negative x, whose silu is then -0."""
     with np.errstate(over="ignore"):
         return x / (np.float32(1.0) + np.exp(-x))
@@ -48,7 +48,7 @@ def silu_mul(x: Array, *, out: Array) -> None:
     out[:] = gated(f32(x))
 
 
-def gated(x: F32) -> F32:
+def gated(x: F32) -> Array:
     """silu(x[:, :F]) * x[:, F:] of [M, 2*F], in float32, not rounded."""
     half = x.shape[-1] // 2
     return silu(np.ascontiguousarray(x[:, :half])) * x[:, half:]

@@ -108,7 +108,7 @@ def _tail_slots(committed: I64, first: int, tiles: int, pos: I32, slot: I32, bit
     return slots, seen
 
 
-def _attend_sequence(q: Array, cache: Array, committed: I64, pos: I32, slot: I32, bits: U64, scale: float, latent: int) -> F32:
+def _attend_sequence(q: Array, cache: Array, committed: I64, pos: I32, slot: I32, bits: U64, scale: float, latent: int) -> Array:
     """Rows of one sequence: q [n, A, C] to [n, A, latent]."""
     n, heads, width = q.shape
     groups = -(-heads // ROW_TILE)

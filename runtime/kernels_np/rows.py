@@ -41,7 +41,8 @@ def product(x: Array, w: F32) -> F32:
     """
     rows = x.shape[0]
     out = np.matmul(w, tiled(f32(x)).transpose(0, 2, 1))  # [tiles, N, ROW_TILE]
-    return out.transpose(0, 2, 1).reshape(-1, w.shape[0])[:rows]
+    by_row: F32 = out.transpose(0, 2, 1).reshape(-1, w.shape[0])
+    return by_row[:rows]
 
 
 def product_per_head(x: Array, w: F32) -> F32:
@@ -49,4 +50,5 @@ def product_per_head(x: Array, w: F32) -> F32:
     rows, heads, width = x.shape
     tiles = tiled(f32(x).reshape(rows, heads * width)).reshape(-1, ROW_TILE, heads, width)
     out = np.matmul(w[None], tiles.transpose(0, 2, 3, 1))  # [tiles, A, N, ROW_TILE]
-    return out.transpose(0, 3, 1, 2).reshape(-1, heads, w.shape[1])[:rows]
+    by_row: F32 = out.transpose(0, 3, 1, 2).reshape(-1, heads, w.shape[1])
+    return by_row[:rows]

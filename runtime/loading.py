@@ -1,0 +1,171 @@
+"""From a checkpoint folder to an executor: reads configs, cuts weights over ranks, makes caches.
+
+Lives beside `runtime.api` at the top: the only place that knows model, backend and ranks together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model import dflash, kimi_k26
+from model.bound import BoundModel, Drafter
+from model.weights import Checkpoint
+from runtime.comm import SoloComm
+from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.executor import Executor
+from runtime.kernels_np import NumpyBackend
+from runtime.launch import ThreadRanks
+from runtime.plan import PlanLayout
+from runtime.types import SamplingParams
+from runtime.worker import Limits, Worker
+
+DEMO = Path(__file__).parent.parent / "model" / "demo"
+CACHE_BYTES = 1 << 30  # host memory for cache pages unless num_pages says otherwise
+HOST_BATCHED_TOKENS = 512  # attention scores of a chunk take 512 x 4096 x 8 heads x 4 B = 67 MB here
+DRAFT_TOP_K = 16  # deeper ranks do not enter trees of 64 nodes (speculation: ports cap at 8 to 16 without visible loss)
+BACKENDS = ("auto", "numpy")
+DTYPES = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model lies and what its configs say."""
+
+    path: Path
+    target: kimi_k26.Config
+    drafter_path: Path | None
+    drafter: dflash.Config | None
+    checkpoint: Checkpoint
+    drafter_checkpoint: Checkpoint | None
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder of a model: 'demo' is the one in this package. Raises FileNotFoundError saying what was looked for."""
+    path = DEMO if str(model) == "demo" else Path(model).expanduser()
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"model {str(model)!r}: {path / 'config.json'} does not exist; give 'demo' or a checkpoint folder")
+    return path
+
+
+def open_source(model: str | Path, speculative: SpeculativeConfig) -> Source:
+    """Opens and validates a target and, if speculation wants one, its drafter (the folder `drafter` unless told)."""
+    path = resolve(model)
+    checkpoint = Checkpoint.open(path)
+    target = kimi_k26.Config.from_json(checkpoint.config, str(path / "config.json"))
+    if not speculative.enabled:
+        return Source(path, target, None, None, checkpoint, None)
+    where = Path(speculative.model).expanduser() if speculative.model else path / "drafter"
+    if not (where / "config.json").is_file():
+        raise FileNotFoundError(
+            f"speculative_config: method {speculative.method!r} needs a drafter; {where / 'config.json'} does not exist"
+        )
+    drafter_checkpoint = Checkpoint.open(where)
+    drafter = dflash.Config.from_json(drafter_checkpoint.config, str(where / "config.json"))
+    drafter.check_target(target, str(where / "config.json"))
+    return Source(path, target, where, drafter, checkpoint, drafter_checkpoint)
+
+
+def bytes_per_token(source: Source, itemsize: int) -> int:
+    """Cache bytes a token takes on a rank: the target's latents and the drafter's context keys and values."""
+    own = source.target.layers * source.target.cache_width
+    if source.drafter:
+        own += 2 * source.drafter.layers * source.drafter.kv_heads * source.drafter.head_dim
+    return own * itemsize
+
+
+def fit_config(config: EngineConfig, source: Source, activations: str) -> EngineConfig:
+    """Fills in what the user left open: context length, rows of a step, pages that fit CACHE_BYTES."""
+    positions = source.target.max_positions
+    length = config.max_model_len or positions
+    if length > positions:
+        raise ValueError(f"max_model_len: {length} is above the model's max_position_embeddings {positions}")
+    pages = config.num_pages
+    if pages is None:
+        token = bytes_per_token(source, 4 if activations == "float32" else 2)
+        wanted = config.max_num_seqs * -(-length // config.block_size) + 1
+        pages = max(2, min(wanted, CACHE_BYTES // (token * config.block_size)))
+    return config.replace(max_model_len=length, num_pages=pages)
+
+
+def make_executor(
+    source: Source,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    activations: str,
+    tp: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Executor:
+    """Loads the weights once per rank and returns what runs plans: this thread, or `tp` rank threads."""
+    source.target.check_tp(tp)
+    if config.num_pages is None or config.max_model_len is None:
+        raise ValueError("engine config: num_pages and max_model_len are open; fit_config chooses them")
+    limits = Limits(
+        vocab_size=source.target.vocab,
+        max_rows=config.max_num_batched_tokens,
+        num_pages=config.num_pages,
+        page_size=config.block_size,
+        max_positions=config.max_model_len,
+        draft_depth=source.drafter.depth if source.drafter else 0,
+        draft_top_k=min(speculative.draft_top_k or DRAFT_TOP_K, source.target.vocab),
+    )
+
+    def make_worker(rank: int, comm: Any) -> Worker:
+        backend = NumpyBackend(activations)
+        report = progress if rank == 0 else lambda _: None
+        model = _bind(source, backend, limits, speculative, rank, tp, report)
+        return Worker(backend, comm, model, limits)
+
+    if tp == 1:
+        return make_worker(0, SoloComm())
+    return ThreadRanks(make_worker, tp, plan_layout(config, limits))
+
+
+def plan_layout(config: EngineConfig, limits: Limits) -> PlanLayout:
+    """Capacities of a step plan under these limits."""
+    rows = limits.max_rows
+    return PlanLayout(
+        max_rows=rows,
+        max_seqs=config.max_num_seqs,
+        max_pages=-(-(limits.max_positions + rows) // limits.page_size),
+        max_words=-(-rows // 64),
+        max_moves=rows,
+        max_adjust=min(config.max_num_seqs * min(limits.vocab_size, limits.max_positions) + rows * 64, 1 << 20),
+    )
+
+
+def _bind(
+    source: Source, backend: Any, limits: Limits, speculative: SpeculativeConfig, rank: int, tp: int, progress: Callable[[str], None]
+) -> BoundModel:
+    reach = limits.max_positions + limits.max_rows  # draft nodes and block slots may lie past the context
+    slots = limits.num_pages * limits.page_size
+    target = kimi_k26.load(source.checkpoint, source.target, backend, rank, tp, reach, progress)
+    drafter = None
+    if source.drafter and source.drafter_checkpoint:
+        weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, speculative.draft_rope_attention_factor)
+        drafter = Drafter(source.drafter, weights, dflash.make_cache(backend, source.drafter, slots))
+        progress("drafter")
+    cache = backend.zeros((source.target.layers, slots, source.target.cache_width))
+    return BoundModel(source.target, target, cache, limits.page_size, reach - 1, drafter)
+
+
+def generation_defaults(path: Path) -> SamplingParams:
+    """Sampling values of the checkpoint's generation_config.json; greedy where it says do_sample false."""
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return SamplingParams()
+    given = json.loads(file.read_text(encoding="utf-8"))
+    if given.get("do_sample") is False:
+        return SamplingParams(temperature=0.0)
+    known = {key: given[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if given.get(key) is not None}
+    return SamplingParams(**known)
+
+
+def rng_seed(seed: int | None) -> np.random.Generator:
+    """The generator that gives seeds to requests without one of their own."""
+    return np.random.default_rng(seed)

@@ -1,0 +1,71 @@
+"""The step plan as bytes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from runtime.plan import PlanLayout, PlanOverflow, pack_plan, unpack_plan
+from runtime.types import StepPlan
+from tests.plans import make_plan, page_table, random_parents
+
+LAYOUT = PlanLayout(max_rows=64, max_seqs=8, max_pages=12, max_words=2, max_moves=16, max_adjust=32)
+
+
+def sample_plan(seed: int) -> StepPlan:
+    rng = np.random.default_rng(seed)
+    parents = [random_parents(rng, int(n)) for n in rng.integers(1, 12, 4)]
+    plan = make_plan([rng.integers(0, 99, len(p)) for p in parents], parents, rng.integers(0, 90, 4), page_table(4, 8, rng))
+    return replace(
+        plan,
+        bucket=64,
+        moves=rng.integers(0, 99, (5, 2)).astype(np.int32),
+        seed=rng.integers(0, 2**64, 4, dtype=np.uint64),
+        adjust_row=rng.integers(0, 9, (3, 2)).astype(np.int32),
+        adjust_row_by=rng.random((3, 2)).astype(np.float32),
+    )
+
+
+def equal(a: StepPlan, b: StepPlan) -> bool:
+    return a.bucket == b.bucket and all(
+        np.array_equal(getattr(a, f.name), getattr(b, f.name)) and getattr(a, f.name).dtype == getattr(b, f.name).dtype
+        for f in fields(StepPlan)
+        if f.name != "bucket"
+    )
+
+
+def test_round_trip_over_a_dirty_blob() -> None:
+    blob = np.full(LAYOUT.nbytes, 0xFF, np.uint8)
+    for seed in range(50):
+        plan = sample_plan(seed)
+        pack_plan(plan, LAYOUT, blob)
+        assert equal(unpack_plan(blob, LAYOUT), plan)
+    other = sample_plan(999)
+    assert not equal(unpack_plan(blob, LAYOUT), other)
+
+
+def test_offsets_depend_on_the_layout_alone() -> None:
+    offsets, size = LAYOUT.offsets()
+    assert all(at % 16 == 0 for at in offsets.values()) and size % 16 == 0
+    blob = np.zeros(size, np.uint8)
+    plan = sample_plan(1)
+    pack_plan(plan, LAYOUT, blob)
+    at = offsets["slot"]
+    assert np.array_equal(blob[at : at + 4 * plan.m].view(np.int32), plan.slot)
+
+
+def test_overflow_names_the_field() -> None:
+    plan = sample_plan(2)
+    with pytest.raises(PlanOverflow, match=r"moves is \[5, 2\], the layout holds \[4, 2\]"):
+        pack_plan(plan, replace(LAYOUT, max_moves=4), np.zeros(LAYOUT.nbytes, np.uint8))
+    with pytest.raises(PlanOverflow, match="token"):
+        pack_plan(plan, replace(LAYOUT, max_rows=3), np.zeros(LAYOUT.nbytes, np.uint8))
+
+
+def test_foreign_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="begins with"):
+        unpack_plan(np.zeros(LAYOUT.nbytes, np.uint8), LAYOUT)
+    with pytest.raises(ValueError, match="has 100 bytes"):
+        unpack_plan(np.zeros(100, np.uint8), LAYOUT)
