@@ -71,6 +71,8 @@ def _function(function: Any) -> str:
         lines.append("interface parameters {" + (f"\n{fields}\n" if fields else "") + "}")
         body = "parameters"
     for name, schema in list(scope.definitions.items()):
+        if not isinstance(schema, Mapping):
+            raise SchemaError(f"$defs.{name}: {type(schema).__name__} where an object is needed")
         text = f"interface {name} {_type(schema, '', scope)}"
         lines.append(_comment(_description(schema), "") + text)
     description = _text(function.get("description"), "description")
@@ -199,8 +201,8 @@ def _docs(schema: Any, indent: str) -> str:
     return text + (f"{indent}// {', '.join(found)}\n" if found else "")
 
 
-def _description(schema: Any) -> str:
-    return _text(schema.get("description"), "description") if isinstance(schema, Mapping) else ""
+def _description(schema: Mapping[str, Any]) -> str:
+    return _text(schema.get("description"), "description")
 
 
 def _comment(text: str, indent: str) -> str:

@@ -189,6 +189,7 @@ def test_min_tokens_counts_tokens_not_pushes() -> None:
     assert run(ids("abab"), stop=["ab"], min_tokens=2) == Pushed(4, "ab", "stop", "ab")
     assert run(ids("abab"), stop=["ab"], min_tokens=1) == Pushed(2, "", "stop", "ab")
     assert run(ids("aab"), stop=["ab"], min_tokens=2) == Pushed(3, "a", "stop", "ab")  # may begin earlier
+    assert run(ids("aaa"), stop=["aa"], min_tokens=2) == Pushed(3, "a", "stop", "aa")  # overlaps a match that did not count
     assert run(ids("cab"), stop_token_ids=ids("c"), min_tokens=1) == Pushed(3, "cab")
 
 
