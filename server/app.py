@@ -72,17 +72,18 @@ def _health(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def health(_: HttpRequest) -> Response:
         if service.loaded is None:
             return json_response({"status": "loading"}, 503)
-        if service.loaded.engine.dead:
-            return json_response({"status": "dead"}, 503)
-        return json_response({"status": "ok"})
+        trouble = service.trouble()
+        return json_response({"status": "ok"}) if trouble is None else json_response({"status": "dead", "reason": trouble}, 503)
 
     return health
 
 
 def _ready(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def ready(_: HttpRequest) -> Response:
-        if service.loaded is None or service.loaded.engine.dead:
-            return json_response({"status": "loading" if service.loaded is None else "dead"}, 503)
+        if service.loaded is None:
+            return json_response({"status": "loading"}, 503)
+        if service.trouble() is not None:
+            return json_response({"status": "dead"}, 503)
         if service.draining:
             return json_response({"status": "draining"}, 503)
         return json_response({"status": "ready"})

@@ -134,10 +134,10 @@ async def whole(answer: Answer, choices: list[ChatChoice], receive: Receive) -> 
     made = []
     for index, (choice, (reasoning, content, logprobs)) in enumerate(zip(choices, parts, strict=True)):
         message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
-        if choice.cut is not None:
+        if any(reasoning):
             message["reasoning_content"] = "".join(reasoning)
-            if choice.cut.in_reasoning:
-                message["content"] = None  # the answer proper never began
+        if choice.cut is not None and choice.cut.in_reasoning:
+            message["content"] = None  # the answer proper never began
         finish, stop_reason = ends[index]
         made.append(
             {

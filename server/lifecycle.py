@@ -114,8 +114,8 @@ class HttpServer:
             with contextlib.suppress(Exception):
                 await serving
             self._service.encoders.shutdown(wait=False, cancel_futures=True)
-        if self._service.loaded is not None:
-            self._service.loaded.engine.shutdown(0.0 if code else FLUSH_S)
+        if self._service.loaded is not None and self._service.trouble() is None:
+            self._service.loaded.engine.shutdown(0.0)  # nothing is open any more
         return code
 
     async def _serve_until_stopped(self, serving: asyncio.Task[None]) -> int:
@@ -130,7 +130,7 @@ class HttpServer:
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
         died = watching.done()
         if died:
-            log.error("the engine has stopped; ending every request and exiting")
+            log.error("%s; ending every request and exiting", self._service.trouble())
         watching.cancel()
         stopping.cancel()
         await self._drain(0.0 if died else self._options.shutdown_timeout_s)
@@ -168,7 +168,7 @@ class HttpServer:
         self._on_loaded(loaded)
 
     async def _until_dead(self) -> None:
-        while self._service.loaded is None or not self._service.loaded.engine.dead:
+        while self._service.trouble() is None:
             await asyncio.sleep(DEAD_POLL_S)
 
     async def _drain(self, timeout_s: float) -> None:
@@ -199,13 +199,14 @@ class HttpServer:
             os._exit(128 + number)
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
+        config = uvicorn.Config(
             make_app(self._service, self._options.keys, self._options.version),
             http="h11",  # httptools lets headers of any size through
             h11_max_incomplete_event_size=self._service.limits.max_header_bytes,
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=self._options.access_log,
             server_header=False,
             timeout_keep_alive=75,  # above the 60 s of common proxies, so that they and not we close idle connections
@@ -213,6 +214,9 @@ class HttpServer:
             ssl_certfile=self._options.ssl_certfile,
             ssl_keyfile=self._options.ssl_keyfile,
         )
+        if self._options.access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+        return config
 
 
 async def _wait(event: asyncio.Event | None) -> None:

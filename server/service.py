@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runtime.engine import QueueFull
+from runtime.engine import EngineDead, QueueFull, Refused
 from runtime.types import InvalidRequest, Request, SamplingParams
 from server.decode import RequestDecoder
 from server.errors import ApiError, from_invalid
@@ -49,13 +49,17 @@ class Service:
         loaded = self.loaded
         if loaded is None:
             raise self.refused("loading", "the model is loading")
-        if loaded.engine.dead:
+        if self.trouble() is not None:
             raise self.refused("dead", "the engine has stopped; the server is about to exit")
         if self.draining:
             raise self.refused("draining", "the server is shutting down and takes no new requests")
         if model is not None and model != loaded.name:
             raise ApiError(404, f"the model {model[:120]!r} does not exist; this server has {loaded.name!r}", "model")
         return loaded
+
+    def trouble(self) -> str | None:
+        """Why the engine can not go on (a failed step, or one that hangs), or None."""
+        return None if self.loaded is None else self.loaded.engine.check_health()
 
     def refused(self, reason: str, message: str) -> ApiError:
         self.metrics.rejected(reason)
@@ -77,6 +81,10 @@ class Service:
             generation.submit()
         except QueueFull:
             raise self.refused("queue_full", "the queue is full; try again shortly") from None
+        except Refused:
+            raise self.refused("draining", "the server is shutting down and takes no new requests") from None
+        except EngineDead:
+            raise self.refused("dead", "the engine has stopped; the server is about to exit") from None
         self.metrics.admitted(requests, len(requests))
         self.generations.add(generation)
         generation.on_closed = self.generations.discard

@@ -99,6 +99,9 @@ class ScriptedEngine:
             self._stats.pages_used = len(self._live)
             return self._stats.copy()
 
+    def check_health(self) -> str | None:
+        return "the engine has failed" if self.dead else None
+
     def check(self, request: Request) -> None:
         if len(request.prompt) > 4000:
             raise InvalidRequest("prompt", "more pages than there are")

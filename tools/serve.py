@@ -1,0 +1,159 @@
+"""Serves a model over HTTP: `python tools/serve.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from runtime import __version__
+from runtime.env import load_env
+from server.lifecycle import HttpServer, ServeOptions
+from server.limits import Limits
+from server.metrics import PREFIXES, Metrics
+from server.options import OptionError, WideHelp, add_model_options, layers_of, load_from, model_of, speculative_of
+from server.service import Service
+
+if TYPE_CHECKING:
+    from runtime.api import Loaded
+
+HELP = """\
+Serves OpenAI's API: /v1/completions, /v1/chat/completions (both with streaming), /v1/models; and /health, /ready, /metrics, /version.
+Without a model it serves the demo. It listens on 127.0.0.1:8000, takes requests from the moment the port is bound (/health says 503
+while the model loads), and on SIGTERM finishes what is under way before it exits; a second signal ends it at once.
+"""
+
+EXAMPLES = """\
+examples:
+  the demo model, with the speculation it comes with
+    python tools/serve.py
+  a checkpoint, a chain of drafts in place of a tree
+    python tools/serve.py /models/kimi-k2.6 --spec-method dflash --spec-tokens 7
+  open to other machines, behind a key (clients send Authorization: Bearer KEY)
+    RUNTIME_API_KEY=… python tools/serve.py --host 0.0.0.0
+  how well drafts are accepted, in every answer
+    python tools/serve.py --per-request-spec-decode-metrics summary
+
+exit codes: 0 stopped by a signal · 1 the engine died · 2 an option, the model or the port is not usable · 128+N by a second signal N
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python tools/serve.py", description=HELP, epilog=EXAMPLES, formatter_class=WideHelp)
+    add_model_options(parser)
+    group = parser.add_argument_group("http")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to other machines (default 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    group.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="asked of every request but /health and /ready; repeatable"
+    )
+    group.add_argument("--api-key-file", type=Path, metavar="PATH", help="more keys, one a line")
+    group.add_argument("--ssl-certfile", metavar="PATH", help="serve TLS with this certificate")
+    group.add_argument("--ssl-keyfile", metavar="PATH", help="its key")
+    drain_help = "seconds that requests under way have on SIGTERM (default 60)"
+    group.add_argument("--shutdown-timeout", type=float, default=60.0, metavar="S", help=drain_help)
+    beat_help = "silence after which a stream gets a comment (default 15)"
+    group.add_argument("--sse-keep-alive-interval", type=float, default=15.0, metavar="S", help=beat_help)
+    group.add_argument(
+        "--max-body-bytes", type=int, default=Limits().max_body_bytes, metavar="N", help="larger requests get 413 (default 8 MiB)"
+    )
+    group.add_argument("--access-log", action="store_true", help="one line for each request")
+    group = parser.add_argument_group("observation")
+    group.add_argument("--metrics-prefix", choices=sorted(PREFIXES), default="both", help="names in /metrics (default both)")
+    detail_help = "metrics.speculative_decoding in answers with usage"
+    group.add_argument("--per-request-spec-decode-metrics", choices=("none", "summary", "detailed"), default="none", help=detail_help)
+    return parser
+
+
+class LoadingBar:
+    """A bar over the model's layers on a terminal; nothing where nobody looks."""
+
+    def __init__(self, total: int | None) -> None:
+        self._bar = tqdm(total=total, desc="Loading", unit="part", disable=None, leave=False, file=sys.stderr)
+
+    def __call__(self, what: str) -> None:
+        self._bar.set_postfix_str(what)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def read_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Keys of the flags, the file and RUNTIME_API_KEY. Raises ValueError for a blank one."""
+    keys = list(args.api_key)
+    if args.api_key_file is not None:
+        keys += [line.strip() for line in args.api_key_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not keys:
+            raise OptionError(f"--api-key-file {args.api_key_file}: holds no key; the server would be open")
+    key = load_env().api_key
+    if key is not None:
+        keys.append(key)
+    if any(not key.strip() for key in keys):
+        raise OptionError("--api-key: blank; leave it out to serve without a key")
+    return tuple(keys)
+
+
+def announce(loaded: Loaded, url: str, keys: tuple[str, ...]) -> None:
+    auth = " -H 'Authorization: Bearer KEY'" if keys else ""
+    message = '{"messages": [{"role": "user", "content": "Write a Python function that adds two numbers."}]}'
+    print(loaded.summary, flush=True)
+    print(f"{loaded.name} at {url} · curl {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{message}'", flush=True)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until stopped; returns the exit code. Raises ValueError, FileNotFoundError or OSError for what is not usable."""
+    keys = read_keys(args)
+    speculative_of(args)  # contradictions before the port is bound
+    limits = Limits(max_body_bytes=args.max_body_bytes, keep_alive_s=args.sse_keep_alive_interval)
+    service = Service(Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics)
+    bar = LoadingBar(layers_of(model_of(args)))
+
+    def load() -> Loaded:
+        loaded = load_from(args, bar)
+        loaded.engine.start()
+        return loaded
+
+    def loaded(made: Loaded) -> None:
+        bar.close()
+        announce(made, url, keys)
+
+    options = ServeOptions(
+        host=args.host,
+        port=args.port,
+        keys=keys,
+        shutdown_timeout_s=args.shutdown_timeout,
+        access_log=args.access_log,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        version=__version__,
+    )
+    server = HttpServer(service, options, load, loaded)
+    url = server.bind()
+    if args.host not in ("127.0.0.1", "::1", "localhost") and not keys:
+        logging.getLogger("server").warning("listening on %s without a key: whoever reaches this port can use the model", args.host)
+    try:
+        return server.run()
+    finally:
+        bar.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        logging.basicConfig(level=load_env().log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        return serve(args)
+    except (ValueError, OSError) as error:
+        logging.getLogger("server").debug("serve failed", exc_info=True)
+        print(f"serve: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
