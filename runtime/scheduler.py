@@ -1,0 +1,231 @@
+"""Who gets rows and pages in the next step. First come, first served; nobody starves.
+
+A step has room for `max_rows` rows. In order of claim:
+
+1. every running sequence has a page for its newest token: the oldest takes from the youngest;
+2. every decoding sequence gets one row;
+3. prompts, running ones and those now admitted, have a quarter of the rows to themselves;
+4. draft nodes take what is left, within the pages that are left;
+5. prompts take the rest.
+
+So trees shrink before a prompt waits or a sequence is preempted for them. The oldest sequence can
+always take every page, and no request is longer than all pages together: something always moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from runtime.pages import PagePool
+from runtime.rows import Share
+from runtime.sequence import Sequence
+from runtime.speculate import Root, first_nodes
+from runtime.stats import EngineStats
+from runtime.types import DraftTree
+
+PROMPT_SHARE = 4  # prompts keep a quarter of the rows where trees would take all
+
+
+class Scheduler:
+    """Waiting and running sequences, and the pages they hold.
+
+    Between two steps a running sequence holds the pages of its `length` tokens and no more; pages of
+    rejected draft nodes are given back with them. `running` and `waiting` are in order of arrival,
+    and all that run came before all that wait.
+    """
+
+    def __init__(self, pool: PagePool, stats: EngineStats, *, max_seqs: int, max_rows: int, max_len: int, last_draftable: int) -> None:
+        self.pool = pool
+        self.stats = stats
+        self.max_seqs = max_seqs
+        self.max_rows = max_rows
+        self.max_len = max_len
+        self.last_draftable = last_draftable  # last position of a root whose whole draft block has positions
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; its pages lose a holder and registered ones stay findable."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.pool.release(sequence.cut_pages(0))
+
+    def roots(self, nodes: int, depth: int) -> list[Root]:
+        """The sequences to draft for, each with its room: at most `nodes` nodes, `depth` of use.
+
+        Room ends at the context's end, at the tokens left to emit, and where all trees together would
+        take more rows than rules 2 and 3 leave. Pages are not looked at: a tree that finds too few
+        is cut when it is scheduled.
+        """
+        if min(nodes, depth) < 1:
+            return []
+        wishes: list[tuple[Sequence, int]] = []
+        decoding = 0
+        for sequence in self.running:
+            if sequence.pending == 1:
+                decoding += 1
+                if sequence.left > 1 and 0 < sequence.computed <= self.last_draftable:
+                    wishes.append((sequence, min(nodes, self.max_len - sequence.length)))
+        rows = self._node_rows(decoding, self._prompt_rows(with_waiting=True))
+        shares = _level([wish for _, wish in wishes], rows)
+        return [
+            Root(s.id, s.tokens, s.pages, nodes=share, depth=min(depth, s.left - 1))
+            for (s, _), share in zip(wishes, shares, strict=True)
+            if share > 0
+        ]
+
+    def schedule(self, trees: Mapping[str, DraftTree]) -> list[Share]:
+        """Decides the next step: decoding sequences first, with their trees (by id), then chunks.
+
+        Takes the pages of all rows, admits and preempts. Empty only if there is no work.
+        """
+        if not self._secure_running():
+            self._admit()
+        decoding = [s for s in self.running if s.pending == 1]
+        nodes = self._node_rows(len(decoding), self._prompt_rows())
+        shares: list[Share] = []
+        left = self.max_rows
+        for sequence in decoding:
+            tree = self._fit(sequence, trees.get(sequence.id), nodes)
+            size = len(tree)
+            nodes -= size - 1
+            left -= size
+            shares.append(Share(sequence, sequence.computed, 0, size, tree))
+        for sequence in self.running:
+            if sequence.pending > 1 and left > 0:
+                count = min(sequence.pending, left)
+                left -= count
+                shares.append(_chunk(sequence, count))
+        return shares
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Returns the pages beyond the sequence's tokens: those of rejected draft nodes."""
+        keep = self.pool.pages_for(sequence.length)
+        if sequence.page_count > keep:
+            self.pool.release(sequence.cut_pages(keep))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the head of the queue with all its tokens and without pages."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.cut_pages(0))
+        sequence.computed = 0
+        sequence.registered = 0
+        sequence.preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _secure_running(self) -> bool:
+        """Rule 1; True if a sequence was preempted for it."""
+        before = self.stats.preemptions
+        i = 0
+        while i < len(self.running):
+            sequence = self.running[i]
+            missing = self.pool.pages_for(sequence.length) - sequence.page_count
+            while missing > self.pool.available and self.running[-1] is not sequence:
+                self.preempt(self.running[-1])
+            if missing > self.pool.available:
+                self.preempt(sequence)
+            elif missing > 0:
+                sequence.add_pages(self.pool.take(missing))
+            i += 1
+        return self.stats.preemptions > before
+
+    def _admit(self) -> None:
+        """Admits from the head of the queue while seats, rows and pages last.
+
+        A sequence is admitted with the pages of all its tokens, so two half-done prompts never wait
+        for each other, and leaves one page for each running sequence, which will soon want it. At
+        least the newest token is computed again: its logits are not in the cache.
+        """
+        while self.waiting and len(self.running) < self.max_seqs:
+            decoding = sum(s.pending == 1 for s in self.running)
+            if decoding + self._prompt_rows() >= self.max_rows:
+                return
+            sequence = self.waiting[0]
+            found = self.pool.find(sequence.keys((sequence.length - 1) // self.pool.page_size)) if self.pool.caching else []
+            missing = self.pool.pages_for(sequence.length) - len(found)
+            if self.pool.available - self.pool.unheld(found) - missing < len(self.running):
+                return
+            self.waiting.popleft()
+            self.pool.hold(found)
+            sequence.add_pages(found)
+            sequence.add_pages(self.pool.take(missing))
+            sequence.computed = len(found) * self.pool.page_size
+            sequence.registered = len(found)
+            self.running.append(sequence)
+            if sequence.cached_tokens is None:
+                self._count_admission(sequence)
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        sequence.cached_tokens = sequence.computed
+        self.stats.prompt_tokens += sequence.prompt_len
+        if self.pool.caching:
+            self.stats.prefix_queries += sequence.prompt_len
+            self.stats.prefix_hits += sequence.computed
+
+    def _prompt_rows(self, with_waiting: bool = False) -> int:
+        """Rows that chunks could use; more than a step's rows count as all of them."""
+        rows = sum(s.pending for s in self.running if s.pending > 1)
+        if with_waiting and len(self.running) < self.max_seqs:
+            for sequence in self.waiting:
+                if rows >= self.max_rows:
+                    break
+                rows += sequence.pending
+        return min(rows, self.max_rows)
+
+    def _node_rows(self, decoding: int, prompt_rows: int) -> int:
+        """Rows for draft nodes after rules 2 and 3."""
+        return max(0, self.max_rows - decoding - min(prompt_rows, max(1, self.max_rows // PROMPT_SHARE)))
+
+    def _fit(self, sequence: Sequence, tree: DraftTree | None, nodes: int) -> DraftTree:
+        """The part of a tree that rows, context and pages have room for, with its pages taken."""
+        if tree is None:
+            return _root_only(sequence.newest)
+        if tree.token[0] != sequence.newest:
+            raise RuntimeError(f"sequence {sequence.id}: the tree's root is token {tree.token[0]}, the newest token is {sequence.newest}")
+        pool, held, start = self.pool, sequence.page_count, sequence.computed
+        room = min(1 + nodes, self.max_len - start, (held + pool.available) * pool.page_size - start)
+        tree = first_nodes(tree, room)
+        missing = pool.pages_for(start + len(tree)) - held
+        if missing > 0:
+            sequence.add_pages(pool.take(missing))
+        return tree
+
+
+_NO_PARENT = np.array([-1], np.int16)
+_AT_ROOT = np.array([0], np.int16)
+
+
+def _root_only(token: int) -> DraftTree:
+    """DraftTree.root_only with shared arrays: a third of its time, once a sequence and step of plain decoding."""
+    return DraftTree(np.array([token], np.int32), _NO_PARENT, _AT_ROOT)
+
+
+def _chunk(sequence: Sequence, count: int) -> Share:
+    """The next `count` tokens; the newest, if among them, as a tree of one node."""
+    if count < sequence.pending:
+        return Share(sequence, sequence.computed, count, 0, None)
+    return Share(sequence, sequence.computed, count - 1, 1, _root_only(sequence.newest))
+
+
+def _level(wishes: list[int], total: int) -> list[int]:
+    """Shares `total` out so that the smallest share is as large as can be; nobody gets more than its wish."""
+    shares = [0] * len(wishes)
+    left = total
+    by_wish = sorted(range(len(wishes)), key=lambda i: wishes[i])
+    for done, i in enumerate(by_wish):
+        shares[i] = min(wishes[i], left // (len(wishes) - done))
+        left -= shares[i]
+    return shares

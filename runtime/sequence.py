@@ -1,0 +1,134 @@
+"""One generation in progress: its tokens, how many of them are in the cache, and the pages that hold them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+
+from runtime.adjust import SequenceHistory
+from runtime.pages import first_key, page_key
+from runtime.stream import Pushed
+from runtime.types import I32, Emission, Request, SamplingParams
+
+
+class Stream(Protocol):
+    """Where a sequence's tokens become text and find their end (runtime/stream.py)."""
+
+    def push(self, tokens: SequenceOf[int]) -> Pushed: ...
+
+    def flush(self) -> str: ...
+
+
+LOG = logging.getLogger(__name__)
+OnEmission = Callable[[Emission], None]
+
+
+class Sequence:
+    """State of one request in the engine.
+
+    tokens [L] are prompt and output; the K/V of the first `computed` are in the cache. L - computed
+    is all that tells a prompt from a decode: above 1 the sequence is due a chunk, at 1 its last token
+    is the root of a draft tree. Preemption sets computed to 0 and nothing else.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        params: SamplingParams,
+        stream: Stream,
+        page_size: int,
+        on_emission: OnEmission | None = None,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        prompt = np.asarray(request.prompt, np.int32)
+        self.request = request
+        self.params = params  # max_tokens is set and fits the context
+        self.stream = stream
+        self.on_emission = on_emission
+        self.history = SequenceHistory(params, prompt, stop_ids)
+        self.prompt_len = len(prompt)
+        self.computed = 0
+        self.registered = 0  # leading pages whose content other requests may read
+        self.cached_tokens: int | None = None  # found in the prefix cache at first admission
+        self.preemptions = 0
+        self.length = len(prompt)
+        self.newest = int(prompt[-1])  # the last token
+        self.page_count = 0
+        self._page_size = page_size
+        self._tokens = np.empty(len(prompt) + 64, np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self._pages = np.zeros(len(prompt) // page_size + 8, np.int32)
+        self._keys: list[bytes] = []
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose K/V are not in the cache; at least 1, the newest has not been through the model."""
+        return self.length - self.computed
+
+    @property
+    def tokens(self) -> I32:
+        return self._tokens[: self.length]
+
+    @property
+    def output_len(self) -> int:
+        return self.length - self.prompt_len
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be emitted."""
+        return (self.params.max_tokens or 0) - self.output_len
+
+    def flush(self) -> str:
+        """Text that the stream holds back, for an end from outside; "" if the stream fails."""
+        try:
+            return self.stream.flush()
+        except Exception:
+            LOG.exception("request %s: its text stream failed", self.id)
+            return ""
+
+    def append(self, tokens: list[int]) -> None:
+        end = self.length + len(tokens)
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self.tokens, np.empty(max(end, self.length), np.int32)])
+        if tokens:
+            self._tokens[self.length : end] = tokens
+            self.length, self.newest = end, tokens[-1]
+
+    @property
+    def pages(self) -> I32:
+        return self._pages[: self.page_count]
+
+    def add_pages(self, pages: SequenceOf[int]) -> None:
+        end = self.page_count + len(pages)
+        if end > len(self._pages):
+            self._pages = np.concatenate([self.pages, np.zeros(max(end, self.page_count), np.int32)])
+        self._pages[self.page_count : end] = pages
+        self.page_count = end
+
+    def cut_pages(self, keep: int) -> list[int]:
+        """Drops all pages but the first `keep` from the table; returns the dropped ones."""
+        dropped: list[int] = self._pages[keep : self.page_count].tolist()
+        self.page_count = min(keep, self.page_count)
+        return dropped
+
+    def key(self, page: int) -> bytes:
+        """Prefix-cache key of a full page of tokens, 0 the first."""
+        size = self._page_size
+        for i in range(len(self._keys), page + 1):
+            previous = self._keys[-1] if self._keys else first_key(self.request.cache_salt)
+            self._keys.append(page_key(previous, self._tokens[i * size : (i + 1) * size]))
+        return self._keys[page]
+
+    def keys(self, count: int) -> list[bytes]:
+        """Keys of the first `count` full pages."""
+        if count:
+            self.key(count - 1)
+        return self._keys[:count]

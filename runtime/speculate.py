@@ -1,0 +1,148 @@
+"""Where draft trees come from: the drafter's block for each root, grown into trees or cut to chains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from runtime.config import SpeculativeConfig
+from runtime.executor import Executor
+from runtime.stats import EngineStats
+from runtime.tree import chain, grow
+from runtime.types import I32, DraftLogits, DraftPlan, DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A sequence that wants a draft: its newest token, and how far a draft may reach."""
+
+    id: str
+    tokens: I32  # [L] view; the root is the last, at position L - 1
+    pages: I32  # [p] view; they hold positions 0 … L - 1
+    nodes: int  # most nodes besides the root, at least 1
+    depth: int  # greatest depth of use: with the bonus token no more is left to emit
+
+    @property
+    def token(self) -> int:
+        return int(self.tokens[-1])
+
+    @property
+    def pos(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Rows of the last step whose hidden taps become drafter context: committed tokens only."""
+
+    rows: I32  # [n] rows of the last StepPlan
+    pos: I32  # [n]
+    slot: I32  # [n] where the token's K/V are at rest, after the moves that are still to come
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @staticmethod
+    def none() -> Taps:
+        empty = np.zeros(0, np.int32)
+        return Taps(empty, empty, empty)
+
+
+class Speculator(Protocol):
+    """Proposes one tree for each root. `nodes` and `depth` bound a single tree; 0 nodes: no drafting."""
+
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+        """Trees in the order of `roots`, node 0 the root, at most root.nodes more.
+
+        Called once before every step, also without roots. `taps` are the last step's and are handed
+        over once: a speculator that reads drafter context has to write them now. Times its work as
+        the stages draft and grow of `stats`.
+        """
+
+
+class NoSpeculation:
+    """Plain decoding: every tree is its root. The drafter, if any, is never asked, so its context is not kept."""
+
+    nodes = 0
+    depth = 0
+
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+        return [DraftTree.root_only(root.token) for root in roots]
+
+
+class TreeSpeculation:
+    """DDTree (arXiv 2604.12989) over a block drafter (DFlash, arXiv 2602.06036), or that drafter's top-1 chain."""
+
+    def __init__(self, executor: Executor, config: SpeculativeConfig) -> None:
+        available = executor.limits.draft_depth
+        if available < 1:
+            raise ValueError(f"speculative_config: method {config.method!r} needs a drafter, the executor has none; give a folder as model")
+        wanted = config.num_speculative_tokens
+        if wanted is not None and wanted > available:
+            raise ValueError(f"speculative_config: num_speculative_tokens is {wanted}, the drafter predicts {available}")
+        self._executor = executor
+        self._chain = config.method == "dflash"
+        self._top_k = config.draft_top_k
+        self.depth = wanted or available
+        self.nodes = self.depth if self._chain else config.tree_budget
+
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+        """One draft call for all roots, also when there is none but taps are due."""
+        if not roots and not len(taps):
+            return []
+        with stats.stage("draft"):
+            logits = self._executor.draft(make_draft_plan(roots, taps))
+        with stats.stage("grow"):
+            return self._grow(roots, logits) if roots else []
+
+    def _grow(self, roots: Sequence[Root], logits: DraftLogits) -> list[DraftTree]:
+        """Trees in the order of roots. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
+        if self._top_k is not None:
+            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
+        depths = [min(self.depth, root.depth) for root in roots]
+        tokens = np.array([root.token for root in roots], np.int32)
+        if self._chain:
+            return chain(logits, tokens, [min(depth, root.nodes) for depth, root in zip(depths, roots, strict=True)])
+        trees: dict[int, DraftTree] = {}
+        for depth in set(depths):
+            members = [i for i, own in enumerate(depths) if own == depth]
+            part = logits if len(members) == len(roots) else DraftLogits(logits.ids[members], logits.logp[members])
+            budgets = [min(self.nodes, roots[i].nodes) for i in members]
+            trees.update(zip(members, grow(part, tokens[members], budgets, depth), strict=True))
+        return [trees[i] for i in range(len(roots))]
+
+
+def make_speculator(executor: Executor, config: SpeculativeConfig) -> Speculator:
+    """The speculator that a configuration asks for."""
+    return TreeSpeculation(executor, config) if config.enabled else NoSpeculation()
+
+
+def make_draft_plan(roots: Sequence[Root], taps: Taps) -> DraftPlan:
+    """The plan of one draft call, [B] roots and [n] taps; pages [B, P] are padded with the null page."""
+    pages = np.zeros((len(roots), max((len(root.pages) for root in roots), default=0)), np.int32)
+    for i, root in enumerate(roots):
+        pages[i, : len(root.pages)] = root.pages
+    return DraftPlan(
+        root=np.array([root.token for root in roots], np.int32),
+        pos=np.array([root.pos for root in roots], np.int32),
+        pages=pages,
+        tap_rows=taps.rows,
+        tap_pos=taps.pos,
+        tap_slot=taps.slot,
+    )
+
+
+def first_nodes(tree: DraftTree, count: int) -> DraftTree:
+    """The tree of the first `count` nodes: closed, as parents come first; the best of its size if grown best first."""
+    if len(tree) <= count:
+        return tree
+    return DraftTree(tree.token[:count], tree.parent[:count], tree.depth[:count])

@@ -1,0 +1,84 @@
+"""What an engine counts: the source of /metrics, of logs and of bench reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+STAGES = ("draft", "grow", "plan", "verify", "accept", "emit")  # of one step, in order; the names in logs, metrics, traces and NVTX
+FINISHES = ("stop", "length", "abort", "error")
+EMA_STEPS = 32  # steps over which step_ms_ema forgets
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since start (they never fall), gauges of now, and times by stage.
+
+    The engine's thread alone writes; `Engine.stats()` hands out copies made between two steps.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0  # that sequences can hold: the null page is not counted
+    pages_used: int = 0  # held by sequences
+    pages_kept: int = 0  # free for use, content kept for prefix hits
+    steps: int = 0
+    rows: int = 0  # live rows of all steps
+    prompt_tokens: int = 0  # of requests that were admitted
+    generation_tokens: int = 0  # emitted, after the cut at a stop or limit
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens found there
+    preemptions: int = 0
+    drafts: int = 0  # trees verified that had a node besides the root
+    draft_tokens: int = 0  # nodes verified, roots not counted
+    accepted_tokens: int = 0  # draft nodes accepted and emitted
+    accepted_per_position: list[int] = field(default_factory=list)  # drafts that accepted depth d + 1
+    bucket_steps: Counter[int] = field(default_factory=Counter)  # steps launched with M
+    finished: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISHES, 0)))
+    rejected: int = 0  # submissions refused for a full queue
+    corrupted_requests: int = 0  # ended by a non-finite row
+    callback_errors: int = 0  # on_emission calls that raised
+    step_ms_ema: float = 0.0
+    stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # wall time summed over steps
+
+    def copy(self) -> EngineStats:
+        return dataclasses.replace(
+            self,
+            accepted_per_position=list(self.accepted_per_position),
+            bucket_steps=Counter(self.bucket_steps),
+            finished=Counter(self.finished),
+            stage_s=dict(self.stage_s),
+        )
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.pages_used / self.pages_total if self.pages_total else 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the wall time of the block to stage `name`, one of STAGES."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stage_s[name] += time.perf_counter() - start
+
+    def count_step(self, bucket: int, rows: int, step_s: float) -> None:
+        self.steps += 1
+        self.rows += rows
+        self.bucket_steps[bucket] += 1
+        weight = 1.0 / min(self.steps, EMA_STEPS)
+        self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
+
+    def count_draft(self, nodes: int, accepted: int) -> None:
+        self.drafts += 1
+        self.draft_tokens += nodes
+        self.accepted_tokens += accepted
+        if len(self.accepted_per_position) < accepted:
+            self.accepted_per_position.extend([0] * (accepted - len(self.accepted_per_position)))
+        for depth in range(accepted):
+            self.accepted_per_position[depth] += 1
