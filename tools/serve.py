@@ -44,12 +44,19 @@ exit codes: 0 stopped by a signal · 1 the engine died · 2 an option, the model
 """
 
 
+def port_number(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError
+    return port
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python tools/serve.py", description=HELP, epilog=EXAMPLES, formatter_class=WideHelp)
     add_model_options(parser)
     group = parser.add_argument_group("http")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to other machines (default 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    group.add_argument("--port", type=port_number, default=8000, metavar="PORT", help="0 takes a free one (default 8000)")
     group.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="asked of every request but /health and /ready; repeatable"
     )
