@@ -1,0 +1,1 @@
+"""CUDA kernels: built by NVRTC, launched through the driver, no framework."""
