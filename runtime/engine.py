@@ -65,7 +65,7 @@ class Engine:
     ) -> None:
         limits = executor.limits
         if config.block_size != limits.page_size:
-            raise ValueError(f"engine config: block_size is {config.block_size}, the executor has pages of {limits.page_size}; make them equal")
+            raise ValueError(f"engine config: block_size is {config.block_size}, the executor has {limits.page_size}; make them equal")
         num_pages = config.num_pages or limits.num_pages
         rows = config.max_num_batched_tokens
         for name, wanted, built in (("num_pages", num_pages, limits.num_pages), ("max_num_batched_tokens", rows, limits.max_rows)):

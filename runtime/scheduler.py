@@ -126,6 +126,17 @@ class Scheduler:
         self.stats.preemptions += 1
         self.waiting.appendleft(sequence)
 
+    def check(self) -> None:
+        """Raises AssertionError unless pages and sequences agree, as they do between two steps. O(pages), for tests."""
+        self.pool.check(sequence.pages.tolist() for sequence in [*self.running, *self.waiting])
+        for sequence in self.running:
+            count, computed, length = sequence.page_count, sequence.computed, sequence.length
+            if not self.pool.pages_for(computed) <= count <= self.pool.pages_for(length) or not computed < length:
+                raise AssertionError(f"{sequence.id}: {count} pages, {computed} of {length} tokens computed")
+        for sequence in self.waiting:
+            if sequence.page_count or sequence.computed:
+                raise AssertionError(f"{sequence.id} waits with {sequence.page_count} pages and {sequence.computed} tokens computed")
+
     def _secure_running(self) -> bool:
         """Rule 1; True if a sequence was preempted for it."""
         before = self.stats.preemptions

@@ -9,12 +9,17 @@ that is whole but not the row's own changes the tokens, which tests compare with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from runtime.types import DraftLogits, DraftPlan, StepPlan, StepResult
+from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.engine import Engine
+from runtime.speculate import Speculator, make_speculator
+from runtime.stream import TextStream
+from runtime.types import DraftLogits, DraftPlan, Emission, Request, StepPlan, StepResult
 from runtime.worker import Limits
 from tests.language import EMPTY_PATH, TOP_K, Guess, Language, Letters, accept_runs, expected_tokens, make_request, mix, scattered
 
@@ -241,7 +246,43 @@ def check_plan(plan: StepPlan, limits: Limits) -> None:
     want(set(plan.adjust_row[:, 0].tolist()) <= set(plan.out_rows.tolist()), "an adjusted row has no logits")
 
 
+EOS = 1
+
+
+def make_engine(executor: ScriptedExecutor, speculative: Any = None, *, speculator: Speculator | None = None, **config: Any) -> Engine:
+    """An engine over a scripted executor; its text is one letter a token, its end of sequence is token EOS."""
+    limits = executor.limits
+    chosen = EngineConfig(**{"max_num_seqs": 16, "max_num_batched_tokens": limits.max_rows, "block_size": limits.page_size, **config})
+    speculator = speculator or make_speculator(executor, SpeculativeConfig.parse(speculative))
+    return Engine(executor, chosen, lambda params: TextStream(Letters(), params, frozenset([EOS])), speculator, eos_ids=[EOS])
+
+
+def run_all(engine: Engine, requests: Sequence[Request], most_steps: int = 20_000) -> dict[str, list[Emission]]:
+    """Steps until all requests have ended; page accounts are checked after every step. What each request received."""
+    got: dict[str, list[Emission]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request, got[request.id].append)
+    step_until(engine, lambda: all(g and g[-1].finish for g in got.values()), most_steps)
+    return got
+
+
+def step_until(engine: Engine, done: Callable[[], bool], most_steps: int = 20_000) -> None:
+    for _ in range(most_steps):
+        if done():
+            return
+        engine.step()
+        if engine.dead is not None:
+            raise engine.dead
+        engine._scheduler.check()
+    raise AssertionError(f"not done after {most_steps} steps: {engine.stats()}")
+
+
+def tokens_of(emissions: Sequence[Emission]) -> list[int]:
+    return [token for emission in emissions for token in emission.tokens]
+
+
 __all__ = [
+    "EOS",
     "BrokenPlan",
     "Language",
     "Letters",
@@ -249,6 +290,10 @@ __all__ = [
     "accept_runs",
     "check_plan",
     "expected_tokens",
+    "make_engine",
     "make_request",
+    "run_all",
     "scattered",
+    "step_until",
+    "tokens_of",
 ]
