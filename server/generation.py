@@ -39,9 +39,10 @@ Batch = list[tuple[int, Emission]]
 class Generation:
     """The choices of one HTTP request.
 
-    Emissions come from the engine's thread, hop to the event loop and wait in one queue of at most
-    limits.queue_events x choices entries; a client that lets it fill is cut off, because the memory
-    is the server's. Choices that are still open when the request ends for any reason are aborted.
+    Emissions come from the engine's thread, hop to the event loop and wait in one bounded queue. A
+    client that lets limits.queue_events x choices pile up while a write to it is blocked is cut off,
+    because the memory is the server's; while nothing is blocked the event loop alone is behind, and
+    much more may wait. Choices that are still open when the request ends for any reason are aborted.
     """
 
     def __init__(self, engine: EngineLike, requests: Sequence[Request], limits: Limits, observer: Observer) -> None:
@@ -50,9 +51,10 @@ class Generation:
         self._limits = limits
         self._observer = observer
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Emission] | None] = asyncio.Queue(limits.queue_events * len(requests))
+        self._queue: asyncio.Queue[tuple[int, Emission] | None] = asyncio.Queue(limits.queue_events_lag * len(requests))
         self._queued_chars = 0
         self._open: dict[int, str] = {}
+        self.write_blocked = False  # set around each write to the client
         self.on_closed: Callable[[Generation], object] | None = None
         self._ended: Exception | None = None
         self._beating: asyncio.TimerHandle | None = None
@@ -164,9 +166,14 @@ class Generation:
             self._observer.finished(record, now_s)
         self._heard_s = now_s
         self._queued_chars += len(emission.text)
-        if self._queue.full() or self._queued_chars > self._limits.queue_bytes * len(self._requests):
+        if self._overflows():
             self._end(ClientGone())
             return
         self._queue.put_nowait((index, emission))
         if emission.error is not None:
             self.fail(internal(emission.error))
+
+    def _overflows(self) -> bool:
+        waiting, choices = self._queue.qsize(), len(self._requests)
+        events = self._limits.queue_events if self.write_blocked else self._limits.queue_events_lag
+        return waiting >= events * choices or self._queued_chars > self._limits.queue_chars * choices

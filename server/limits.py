@@ -20,8 +20,9 @@ class Limits:
     max_choices: int = 128  # prompts x n
     max_messages: int = 4096
     max_tools: int = 256
-    queue_events: int = 256  # undelivered events for each choice; one above: the client is too slow
-    queue_bytes: int = 1 << 20  # undelivered text for each choice
+    queue_events: int = 256  # undelivered events for each choice while the client does not read; one above: cut off
+    queue_events_lag: int = 4096  # the same while it is the server that lags behind its engine
+    queue_chars: int = 1 << 20  # undelivered text for each choice, in both cases
     keep_alive_s: float = 15.0  # an SSE comment after this much silence
     write_timeout_s: float = 60.0  # one write that the client does not take
     retry_after_s: int = 1

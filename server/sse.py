@@ -49,14 +49,19 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             with contextlib.suppress(ClientGone):
                 async for data in self._guarded():
-                    async with asyncio.timeout(self._limits.write_timeout_s):
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                    await self._write(send, data, True)
+                await self._write(send, DONE, False)
         except TimeoutError:
             log.warning("a client took nothing for %.0f s and was cut off", self._limits.write_timeout_s)
         finally:
             watcher.cancel()
             self._generation.close()
+
+    async def _write(self, send: Send, data: bytes, more: bool) -> None:
+        self._generation.write_blocked = True  # a send that suspends is one the client does not take
+        async with asyncio.timeout(self._limits.write_timeout_s):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._generation.write_blocked = False
 
     async def _guarded(self) -> AsyncIterator[bytes]:
         try:

@@ -122,20 +122,25 @@ def test_a_reader_that_stops_early_closes() -> None:
 
 
 def test_the_queue_is_bounded_in_events_and_in_text() -> None:
-    async def full(limits: Limits, sent: int, text: str) -> bool:
+    async def full(limits: Limits, sent: int, text: str, blocked: bool) -> bool:
         engine = Engine()
         generation, _ = make(engine, 1, limits)
         generation.submit()
+        generation.write_blocked = blocked
         for _ in range(sent):
             engine.callbacks[0](token(text))
         await asyncio.sleep(0.01)
         return engine.aborted == ["r0"]
 
     async def test() -> None:
-        assert not await full(Limits(queue_events=8), 8, "a")
-        assert await full(Limits(queue_events=8), 9, "a")
-        assert not await full(Limits(queue_bytes=100), 10, "a" * 10)
-        assert await full(Limits(queue_bytes=100), 11, "a" * 10)
+        few = Limits(queue_events=8, queue_events_lag=20)
+        assert not await full(few, 8, "a", blocked=True)
+        assert await full(few, 9, "a", blocked=True)
+        assert not await full(few, 20, "a", blocked=False), "the client is not to blame for a busy server"
+        assert await full(few, 21, "a", blocked=False)
+        for blocked in (False, True):
+            assert not await full(Limits(queue_chars=100), 10, "a" * 10, blocked)
+            assert await full(Limits(queue_chars=100), 11, "a" * 10, blocked)
 
     run(test)
 

@@ -15,6 +15,7 @@ from server.limits import Limits
 
 EOS = 256
 LONG = [[97]] * 3000
+BIG = Emission("", (97,), "y" * 1_000_000)  # the kernel's own buffers take 4 to 10 MB
 
 
 def until(true: Callable[[], bool], within_s: float = 5.0) -> bool:
@@ -107,23 +108,31 @@ def test_normal_ends_abort_nothing(start_server: Any) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(start_server: Any) -> None:
-    run = list(b"y" * 60_000)
-    server = start_server(lambda _: [run] * 400, limits=Limits(queue_events=8))
-    server.loaded.max_model_len = 10**9
+    server = start_server(lambda _: [BIG] * 400, limits=Limits(queue_events=8, queue_chars=1 << 30))
+    server.engine.step_s = 0.002
     sock = open_socket(server, "/v1/completions", {"prompt": "x", "stream": True})
     assert until(lambda: len(server.engine.aborted) == 1, 15.0), "the queue is bounded"
     assert until(lambda: not server.service.generations)
-    assert server.client.complete(max_tokens=3)[0] == 200, "others are served"
+    server.engine.script = lambda _: [[97], [EOS]]
+    assert server.client.complete()[0] == 200, "others are served"
     sock.close()
 
 
+def test_a_client_that_reads_is_not_cut_off_by_an_engine_in_a_hurry(start_server: Any) -> None:
+    server = start_server(lambda _: [[97]] * 3000)
+    server.loaded.max_model_len = 10**6
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        events = server.client.events(path, prompt="x", messages=[{"role": "user", "content": "x"}])
+        assert events[-1] == "[DONE]"
+    assert server.engine.aborted == []
+
+
 def test_a_write_that_is_not_taken_times_out(start_server: Any) -> None:
-    server = start_server(
-        lambda _: [list(b"y" * 60_000)] * 150, limits=Limits(queue_events=100_000, queue_bytes=1 << 30, write_timeout_s=0.3)
-    )
-    server.loaded.max_model_len = 10**9
+    server = start_server(lambda _: [BIG] * 40 + [[EOS]], limits=Limits(queue_chars=1 << 30, write_timeout_s=0.3))
+    server.engine.step_s = 0.002
     sock = open_socket(server, "/v1/completions", {"prompt": "x", "stream": True})
-    assert until(lambda: idle(server), 15.0)
+    assert until(lambda: server.engine.stats().finished["stop"] == 1), "40 MB wait to be read"
+    assert until(lambda: idle(server))
     sock.close()
 
 
