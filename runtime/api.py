@@ -102,13 +102,13 @@ def load(
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
 
-    engine = Engine(executor, config, make_stream, make_speculator(executor, speculative))
+    engine = Engine(executor, config, make_stream, make_speculator(executor, speculative), eos_ids=tokenizer.eos_ids)
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,
         template=ChatTemplate.load(source.path, tokenizer),
         name=served_model_name or ("demo" if source.path == loading.DEMO else source.path.name),
-        max_model_len=config.max_model_len or 0,
+        max_model_len=engine.max_model_len,
         vocab_size=source.target.vocab,
         draft_depth=executor.limits.draft_depth,
         summary=_summary(source, config, speculative, activations, tensor_parallel_size),

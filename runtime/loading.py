@@ -16,8 +16,10 @@ import numpy as np
 from model import dflash, kimi_k26
 from model.bound import BoundModel, Drafter
 from model.weights import Checkpoint
+from runtime.checked import CheckedBackend
 from runtime.comm import SoloComm
 from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.env import load_env
 from runtime.executor import Executor
 from runtime.kernels_np import NumpyBackend
 from runtime.launch import ThreadRanks
@@ -116,7 +118,9 @@ def make_executor(
     )
 
     def make_worker(rank: int, comm: Any) -> Worker:
-        backend = NumpyBackend(activations)
+        backend: Any = NumpyBackend(activations)
+        if load_env().check_shapes:
+            backend = CheckedBackend(backend)
         report = progress if rank == 0 else lambda _: None
         model = _bind(source, backend, limits, speculative, rank, tp, report)
         return Worker(backend, comm, model, limits)
