@@ -30,6 +30,12 @@ def arch_of_device() -> str:
     return f"sm_{number}a" if number in (90, 100, 120) else f"sm_{number}"
 
 
+def gpu_name() -> str:
+    """The device's short name as tuned/*.json and results use it: "NVIDIA H200" is h200."""
+    name = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["name"].decode()
+    return str(name).removeprefix("NVIDIA ").split(" ")[0].lower() if "RTX" not in name else "-".join(name.lower().split()[1:4])
+
+
 @dataclass(slots=True)
 class Weights:
     """Packed weights of one layer shape, filled on the device."""
@@ -201,12 +207,14 @@ class LayerCase:
 
 def describe(config: Config) -> str:
     """A configuration in a few characters, as tables print it."""
-    kind = f"wgmma{'+' if config.wide else ''}" if config.wgmma else "mma"
-    shape = f"n{8 * config.octets} g{config.groups} w{config.warps}f{config.fragments} st{config.stages} x{config.blocks}"
-    return f"{kind} {shape} r{config.rows13}/{config.rows2}{'' if config.float_parts else ' b16'}"
+    kind = f"wgmma{'+' if config.wide else ''}{'1' if config.merged else ''}b{config.batch}" if config.wgmma else "mma"
+    least = f"{8 * config.fewest}-" if config.fewest > 1 else ""
+    shape = f"n{least}{8 * config.octets} g{config.groups} w{config.warps}f{config.fragments} st{config.stages} x{config.blocks}"
+    more = f"{f' k{config.splits}' if config.splits > 1 else ''}{'' if config.float_parts else ' b16'}"
+    return f"{kind} {shape} r{config.rows13}/{config.rows2}{more}"
 
 
-def best_of(case: LayerCase, configs: Sequence[Config], read_bps: float, log: Any = print) -> tuple[Config, float]:
+def best_of(case: LayerCase, configs: Sequence[Config], read_bps: float, budget_s: float = 0.2) -> tuple[Config, float]:
     """Checks and times each configuration; the fastest correct one and its milliseconds."""
     experts = case.experts()
     gb = experts * case.dims.expert_bytes / 1e9
@@ -215,16 +223,16 @@ def best_of(case: LayerCase, configs: Sequence[Config], read_bps: float, log: An
         try:
             error = case.error(config)
             if not error < MAX_ERROR:
-                log(f"  M {case.dims.M:5d} {describe(config):<36} WRONG error {error:.2e}")
+                print(f"  M {case.dims.M:5d} {describe(config):<36} WRONG error {error:.2e}")
                 continue
-            _, ms, p90 = case.time_ms(config)
+            _, ms, p90 = case.time_ms(config, budget_s)
         except Exception as problem:
-            log(f"  M {case.dims.M:5d} {describe(config):<36} FAILED {type(problem).__name__}: {str(problem)[:200]}")
+            print(f"  M {case.dims.M:5d} {describe(config):<36} FAILED {type(problem).__name__}: {str(problem)[:200]}")
             if "CUDA error" in str(problem) or "cuda" in type(problem).__name__.lower():
                 raise
             continue
         tflops = 6.0 * case.dims.M * case.dims.top_k * case.dims.F * case.dims.H / ms * 1e-9
-        log(
+        print(
             f"  M {case.dims.M:5d} {describe(config):<36} {ms * 1e3:9.1f} us p90 {p90 * 1e3:9.1f}  {gb / ms:6.3f} TB/s "
             f"share {gb / ms * 1e12 / read_bps:5.3f} {tflops:6.1f} TFLOP/s err {error:.1e}"
         )

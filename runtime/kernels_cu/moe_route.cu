@@ -67,6 +67,7 @@ __device__ __forceinline__ void clear_counts(Shared& sh) {
   for (int e = threadIdx.x; e < MAX_EXPERTS; e += kThreads) sh.count[e] = 0;
 }
 __device__ __forceinline__ void count_choices(Shared& sh, const int* expert, int choices) {
+#pragma unroll 8
   for (int i = threadIdx.x; i < choices; i += kThreads)
     if (expert[i] >= 0) atomicAdd(&sh.count[expert[i]], 1);
 }
@@ -94,6 +95,7 @@ __device__ __forceinline__ void sort_choices(Shared& sh, const Sorted& s, const 
   }
   if (tid == 0) { *s.total = base_chunks; *s.octets = base_rows / 8; *s.claim = 0; }
   __syncthreads();
+#pragma unroll 8
   for (int i = tid; i < choices; i += kThreads) {
     const int e = expert[i];
     if (e >= 0) {
@@ -118,15 +120,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) moe_sort(const int* ex
 __device__ __forceinline__ void best_experts(const float* logits, const float* bias, int E, int top_k, float scale, int lane, int& expert, float& weight) {
   float score[kMine], key[kMine];
 #pragma unroll
-  for (int i = 0; i < kMine; ++i) {
+  for (int i = 0; i < kMine; ++i) {                       // all loads first: one latency, not one each
     const int e = i * 32 + lane;
-    key[i] = -2e30f;
-    score[i] = 0.f;
-    if (i * 32 < E && e < E) {
-      score[i] = 1.f / (1.f + expf(-logits[e]));
-      const float k = score[i] + bias[e];
-      key[i] = k == k ? k : -1e30f;                       // NaN comes last, but an expert it stays
-    }
+    score[i] = logits[e < E ? e : 0];
+    key[i] = bias[e < E ? e : 0];
+  }
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    score[i] = 1.f / (1.f + expf(-score[i]));
+    const float k = score[i] + key[i];
+    key[i] = i * 32 + lane >= E ? -2e30f : k == k ? k : -1e30f;  // NaN comes last, but an expert it stays
   }
   float sum = 0.f, mine = 0.f;
   expert = -1;

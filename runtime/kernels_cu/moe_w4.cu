@@ -24,9 +24,21 @@
 #ifndef NB_MAX
 #error "build with -DNB_MAX= -DGW= -DCW= -DFJ= -DSTAGES= -DCTAS= -DPART_F32= -DUSE_WGMMA="
 #endif
+#ifndef NB_MIN                // the fewest octets a tile is built for: fewer tiles in one kernel need fewer registers
+#define NB_MIN 1
+#endif
+static_assert(NB_MIN >= 1 && NB_MIN <= NB_MAX, "");
 #ifndef WIDE
 #define WIDE 0
 #endif
+#ifndef JB
+#define JB 1
+#endif
+#ifndef MERGED                // one copying warp instead of two: fewer registers held, so more blocks an SM
+#define MERGED 0
+#endif
+static_assert(!MERGED || (USE_WGMMA && !WIDE), "");
+static_assert(JB == 1 || JB == 2, "fragments a batch");
 #define PACKED USE_WGMMA      // wgmma reads tokens through a descriptor, so they lie in its order in memory already
 static_assert(NB_MAX >= 1 && NB_MAX <= 12, "token octets a chunk");
 static_assert(FJ == 4 || (FJ == 2 && USE_WGMMA), "16-row fragments of a strip that a warp multiplies");
@@ -37,16 +49,15 @@ static_assert(STAGES >= 2 && STAGES <= 12, "ring");
 using namespace prim;
 
 [[maybe_unused]] constexpr int kHead = 1024;  // barriers and the queue of items
-#ifdef KCPU
-constexpr int kThreads = 32 * (CW + 2);
-#endif
 constexpr int kStrips = CW * FJ / 4;     // strips times slices of K that a stage holds: wn * wk
+constexpr int kTokensAt = kStrips * GW * kUnit;  // after a stage's weights
 
 struct Phase {
   const uint8_t* w;     // [E, N/64, K/32, 1152] u8
   const uint8_t* in;    // rows of K bf16: phase 0 x [M, K] (PACKED: sorted rows in octets), phase 1 hidden
   int strips, groups;   // N/64, K/32
-  int wn, wk;           // strips of a tile, slices of K; wn * wk = kStrips
+  int wn, wk;           // strips of a tile, slices of K in a block; wn * wk = kStrips
+  int splits;           // items that share a tile's K; phase 1 only: their parts are added by moe_combine
   uint32_t shift;       // prim::scale_shift(exponent)
   float factor;         // 2**exponent
 };
@@ -54,19 +65,20 @@ struct Phase {
 struct Params {
   Phase phase[2];
   uint8_t* hidden;      // [rows, F] bf16; PACKED: octets
-  void* part;           // [M k, H] f32 or bf16, row = choice number
+  void* part;           // [splits, M k, H] f32 or bf16, row = choice number
   const int4* chunks;   // [n] {expert, first sorted row, rows, first chunk of the expert | its chunks << 18}
   const int* total;     // [1] chunks
   const int* choice;    // [rows] sorted row -> choice (token * k + j)
   const float* weight;  // [rows] router weight by sorted row
   int* claim;           // [1] items claimed beyond the grid's first
   int* ready;           // [n] strips of hidden finished
-  int top_k, hidden_row, part_row;  // F and H in elements
+  int top_k, hidden_row, part_row, choices;  // F and H in elements, M k
+  int most_chunks;      // room in `chunks`
   int stage_bytes, stages_at;       // ring geometry (depends on wk)
 };
 
 struct Item {           // what the weight warp tells the others; steps = 0: the end
-  int steps, phase, tile, chunk, row0, rows, expert, pad;
+  int steps, phase, tile, chunk, row0, rows, expert, split;
 };
 
 // Shared memory's head: barriers of the ring, then a queue of items that the weight warp fills ahead of time.
@@ -89,20 +101,27 @@ using Queue = Cursor<kQueue>;
 
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
 
-// Waits for the next item and takes it; the caller's warp has then heard it.
-__device__ __forceinline__ Item hear(smem_t base, Queue& at, int lane) {
-  bar_wait(at_told(base, at.slot), at.phase);
+// Waits for the next item and reads it. Once a warp has heard it, its place may be used again.
+__device__ __forceinline__ Item read_item(smem_t base, const Queue& at) {
   const uint4 a = lds128(at_item(base, at.slot)), b = lds128(at_item(base, at.slot) + 16);
+  return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
+}
+__device__ __forceinline__ void heard(smem_t base, Queue& at, int lane) {
   __syncwarp();
   if (lane == 0) bar_arrive(at_heard(base, at.slot));
   at.next();
-  return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, 0};
+}
+__device__ __forceinline__ Item hear(smem_t base, Queue& at, int lane) {
+  bar_wait(at_told(base, at.slot), at.phase);
+  const Item it = read_item(base, at);
+  heard(base, at, lane);
+  return it;
 }
 __device__ __forceinline__ void tell(smem_t base, Queue& at, const Item& it, int lane) {
   bar_wait(at_heard(base, at.slot), at.phase);
   if (lane == 0) {
     sts128(at_item(base, at.slot), make_uint4(it.steps, it.phase, it.tile, it.chunk));
-    sts128(at_item(base, at.slot) + 16, make_uint4(it.row0, it.rows, it.expert, 0));
+    sts128(at_item(base, at.slot) + 16, make_uint4(it.row0, it.rows, it.expert, it.split));
     bar_arrive(at_told(base, at.slot));
   }
   at.next();
@@ -110,12 +129,13 @@ __device__ __forceinline__ void tell(smem_t base, Queue& at, const Item& it, int
 
 // ---------------------------------------------------------------- the weight warp
 // Which item number i is. Chunks of one expert take turns tile by tile, so that they share the tile's bytes in L2.
-__device__ __forceinline__ Item decode(const Params& p, int i, int tiles0, int tiles1, int chunks) {
+struct Plan { int chunks, tiles0, tiles1, items; };
+__device__ __forceinline__ Item decode(const Params& p, int i, const Plan& plan, int4 c, int at) {
   Item it{0, 0, 0, 0, 0, 0, 0, 0};
-  if (i >= chunks * (tiles0 + tiles1)) return it;
-  it.phase = i >= chunks * tiles0;
-  const int tiles = it.phase ? tiles1 : tiles0, r = it.phase ? i - chunks * tiles0 : i;
-  int4 c = p.chunks[r / tiles];
+  if (i >= plan.items) return it;
+  it.phase = i >= plan.chunks * plan.tiles0;
+  const int tiles = it.phase ? plan.tiles1 : plan.tiles0, r = it.phase ? i - plan.chunks * plan.tiles0 : i;
+  if (r / tiles != at) c = p.chunks[r / tiles];
   const int first = c.w & 0x3FFFF, count = c.w >> 18, within = r - first * tiles;
   it.tile = within;
   it.chunk = first;
@@ -128,33 +148,64 @@ __device__ __forceinline__ Item decode(const Params& p, int i, int tiles0, int t
   it.row0 = c.y;
   it.rows = c.z;
   const Phase& ph = p.phase[it.phase];
-  it.steps = (ph.groups + ph.wk * GW - 1) / (ph.wk * GW);
+  if (ph.splits > 1) {
+    it.split = it.tile % ph.splits;
+    it.tile /= ph.splits;
+  }
+  it.steps = (ph.groups / ph.splits + ph.wk * GW - 1) / (ph.wk * GW);
   return it;
 }
 
 __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int lane) {
-  const int chunks = *p.total;
-  const int tiles0 = p.phase[0].strips / p.phase[0].wn, tiles1 = p.phase[1].strips / p.phase[1].wn;
+  Plan plan;
+  plan.tiles0 = p.phase[0].strips / p.phase[0].wn;
+  plan.tiles1 = p.phase[1].strips / p.phase[1].wn * p.phase[1].splits;
+  const int guess = blockIdx.x / plan.tiles0;           // read beside the total, not after it
+  const int4 c = p.chunks[least(guess, p.most_chunks - 1)];
+  plan.chunks = *p.total;
+  plan.items = plan.chunks * (plan.tiles0 + plan.tiles1);
   Ring at{0, 1};                                          // the first pass over a ring does not wait
   Queue queue{0, 1};
-  Item it = decode(p, blockIdx.x, tiles0, tiles1, chunks);
+  Item it = decode(p, blockIdx.x, plan, c, guess < p.most_chunks ? guess : -1);
   tell(base, queue, it, lane);
   while (it.steps) {
+    // The next item is claimed a few stages before this one ends: late enough that no block sits on work while others have
+    // none, early enough that its latency hides behind the ring.
     int claimed = 0;
-    if (lane == 0) claimed = atomicAdd(p.claim, 1) + gridDim.x;  // the next item, fetched and told while this one streams
+    const int ask = it.steps > 4 ? it.steps - 4 : 0;
     Item next{0, 0, 0, 0, 0, 0, 0, 0};
     const Phase& ph = p.phase[it.phase];
     const int span = ph.wk * GW, strip_stage = span * kUnit;
     const size_t strip_bytes = (size_t)ph.groups * kUnit;
-    const uint8_t* src = ph.w + ((size_t)it.expert * ph.strips + (size_t)it.tile * ph.wn) * strip_bytes;
+    const int split_groups = ph.groups / ph.splits;
+    const uint8_t* src = ph.w + ((size_t)it.expert * ph.strips + (size_t)it.tile * ph.wn) * strip_bytes + (size_t)it.split * split_groups * kUnit;
+#if MERGED
+    if (it.phase) {                                       // long done, except about where the products meet
+      wait_count(p.ready + it.chunk, p.phase[0].strips * (4 / FJ));
+      fence_async_proxy();
+    }
+    const int octets = (it.rows + 7) >> 3;
+    const size_t octet_bytes = (size_t)ph.groups * 512;
+    const uint8_t* tokens = ph.in + (it.row0 >> 3) * octet_bytes + (size_t)it.split * split_groups * 512;
+#endif
     for (int k = 0; k < it.steps; ++k) {
+      if (k == ask && lane == 0) claimed = atomicAdd(p.claim, 1) + gridDim.x;
       bar_wait(at_empty(base, at.slot), at.phase);
       const smem_t dst = base + p.stages_at + at.slot * p.stage_bytes;
-      copy_blocks<true>(ph.wn, least(span, ph.groups - k * span) * kUnit, [&](int s) { return dst + s * strip_stage; },
+#if MERGED
+      const smem_t full = at_full(base, at.slot);
+      if (lane == 0) bar_expect(full, ph.wn * strip_stage + octets * GW * 512);
+      __syncwarp();
+      if (lane < ph.wn) bulk_copy_once(dst + lane * strip_stage, src + lane * strip_bytes + (size_t)k * strip_stage, strip_stage, full);
+      else if (lane >= 16 && lane < 16 + octets)
+        bulk_copy(dst + kTokensAt + (lane - 16) * GW * 512, tokens + (lane - 16) * octet_bytes + (size_t)k * GW * 512, GW * 512, full);
+#else
+      copy_blocks<true>(ph.wn, least(span, split_groups - k * span) * kUnit, [&](int s) { return dst + s * strip_stage; },
                         [&](int s) { return src + s * strip_bytes + (size_t)k * span * kUnit; }, at_full(base, at.slot), lane);
+#endif
       at.next();
-      if (k == least(2, it.steps - 1)) {
-        next = decode(p, __shfl_sync(0xffffffffu, claimed, 0), tiles0, tiles1, chunks);
+      if (k == it.steps - 1) {
+        next = decode(p, __shfl_sync(0xffffffffu, claimed, 0), plan, c, -1);
         tell(base, queue, next, lane);
       }
     }
@@ -165,7 +216,6 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
 // ---------------------------------------------------------------- the token warp
 // Stage layout of the tokens. Gathered: a row of span * 64 bytes after another, 16 bytes apart so that eight rows start in
 // different banks. PACKED: per octet of tokens span * 4 blocks of 8 tokens x 16 bytes, which is also the order in memory.
-constexpr int kTokensAt = kStrips * GW * kUnit;           // after the weights, times wk
 
 __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int lane) {
   Ring at{0, 1};
@@ -180,6 +230,7 @@ __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int 
     const Phase& ph = p.phase[it.phase];
     const int span = ph.wk * GW;
     const size_t row_bytes = (size_t)ph.groups * 64;
+    const int split_groups = ph.groups / ph.splits;
     if (it.phase) {
       wait_count(p.ready + it.chunk, p.phase[0].strips * (4 / FJ));
       fence_async_proxy();                                // hidden was stored by ordinary stores, bulk copies read it
@@ -189,13 +240,13 @@ __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int 
     for (int k = 0; k < it.steps; ++k) {
       bar_wait(at_empty(base, at.slot), at.phase);
       const smem_t dst = base + p.stages_at + at.slot * p.stage_bytes + kTokensAt;
-      const int groups = least(span, ph.groups - k * span);
+      const int groups = least(span, split_groups - k * span);
 #if PACKED
-      const uint8_t* src = ph.in + (size_t)(it.row0 >> 3) * 8 * row_bytes + (size_t)k * span * 512;
+      const uint8_t* src = ph.in + (size_t)(it.row0 >> 3) * 8 * row_bytes + (size_t)(it.split * split_groups + k * span) * 512;
       copy_blocks<false>((it.rows + 7) >> 3, groups * 512, [&](int b) { return dst + b * span * 512; },
                          [&](int b) { return src + b * 8 * row_bytes; }, at_full(base, at.slot), lane);
 #else
-      const uint8_t* src = ph.in + (size_t)k * span * 64;
+      const uint8_t* src = ph.in + (size_t)(it.split * split_groups + k * span) * 64;
       const int row_stage = span * 64 + 16;
       copy_blocks<false>(it.rows, groups * 64, [&](int t) { return dst + t * row_stage; },
                          [&](int t) {
@@ -209,7 +260,7 @@ __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int 
                          at_full(base, at.slot), lane);
 #endif
       at.next();
-      if (k == least(2, it.steps - 1)) {
+      if (k == it.steps - 1) {
         next = hear(base, queue, lane);
         next_row = first_row(next);
       }
@@ -246,30 +297,33 @@ __device__ __forceinline__ void multiply(Tile<NB>& acc, smem_t unit, smem_t toke
   }
 }
 
-// Slices of K meet in shared memory and are added in slice order; slice 0 keeps the sum.
+// Slices of K meet in shared memory and are added in slice order; slice 0 keeps the sum. The two products have mail and
+// barriers of their own: where their strips differ, warps of one strip may be in the next phase already.
 template <int NB>
-__device__ __forceinline__ void add_slices(Tile<NB>& acc, smem_t base, int slices, const Place& me) {
-  const smem_t mail = base + kHead + me.strip * (slices - 1) * (NB_MAX * 2048) + me.lane * 4;
+__device__ __forceinline__ void add_slices(Tile<NB>& acc, const Params& p, smem_t base, int phase, const Place& me) {
+  const int slices = p.phase[phase].wk, id = 1 + me.strip + (phase ? p.phase[0].wn : 0);
+  const int first = me.strip * (slices - 1) + (phase ? p.phase[0].wn * (p.phase[0].wk - 1) : 0);
+  const smem_t mail = base + kHead + first * (NB_MAX * 2048) + me.lane * 4;
   if (me.slice > 0)
 #pragma unroll
     for (int e = 0; e < 16 * NB; ++e) sts_f32(mail + (me.slice - 1) * (NB_MAX * 2048) + e * 128, acc[e / (4 * NB)][e / 4 % NB][e % 4]);
-  named_barrier(1 + me.strip, 32 * slices);
+  named_barrier(id, 32 * slices);
   if (me.slice == 0)
     for (int s = 0; s < slices - 1; ++s)
 #pragma unroll
       for (int e = 0; e < 16 * NB; ++e) acc[e / (4 * NB)][e / 4 % NB][e % 4] += lds_f32(mail + s * (NB_MAX * 2048) + e * 128);
-  named_barrier(1 + me.strip, 32 * slices);
+  named_barrier(id, 32 * slices);
 }
 
 template <int NB>
-__device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, const Phase& ph, const Item& it, smem_t base, Ring& at, const Place& me) {
+__device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, const Phase& ph, int steps, smem_t base, Ring& at, const Place& me) {
   const int span = ph.wk * GW, row_stage = span * 64 + 16;
   const int weights_at = (me.strip * span + me.slice * GW) * kUnit;
   const int tokens_at = kTokensAt + (me.lane & 7) * row_stage + (me.lane >> 3) * 16 + me.slice * GW * 64;
-  for (int k = 0; k < it.steps; ++k) {
+  for (int k = 0; k < steps; ++k) {
     bar_wait(at_full(base, at.slot), at.phase);
     const smem_t stage = base + p.stages_at + at.slot * p.stage_bytes;
-    const int mine = least(span, ph.groups - k * span) - me.slice * GW;
+    const int mine = least(span, ph.groups / ph.splits - k * span) - me.slice * GW;
     if (mine >= GW) {
 #pragma unroll (NB <= 2 ? GW : 2)
       for (int q = 0; q < GW; ++q) multiply<NB>(acc, stage + weights_at + q * kUnit, stage + tokens_at + q * 64, row_stage, me.lane, ph.shift);
@@ -281,19 +335,18 @@ __device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, co
     if (me.lane == 0) bar_arrive(at_empty(base, at.slot));
     at.next();
   }
-  if (ph.wk > 1) add_slices<NB>(acc, base, ph.wk, me);
 }
 #else
-// A batch is one fragment of one group; while it multiplies, the next is dequantised and the codes after it are loaded.
+// A batch is JB fragments of one group; while it multiplies, the next is dequantised and the codes after it are loaded.
 // Four warps of a warpgroup make one wgmma of 64 rows, 16 from each warp's part.
 template <int NB>
-__device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, const Phase& ph, const Item& it, smem_t base, Ring& at, const Place& me) {
-  constexpr int BATCHES = GW * FJ;
+__device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, const Phase& ph, int steps, smem_t base, Ring& at, const Place& me) {
+  constexpr int BATCHES = GW * FJ / JB;
   const int codes_at = me.strip * GW * kUnit + me.fragment / 2 * 512 + me.lane * 16;
   const int scales_at = me.strip * GW * kUnit + kUnitScales + (me.lane >> 2) * 16 + me.fragment * 4;
   int before = 0;
-  uint32_t a[2][2][4];
-  for (int k = 0; k < it.steps; ++k) {
+  uint32_t a[2][JB][2][4];
+  for (int k = 0; k < steps; ++k) {
     bar_wait(at_full(base, at.slot), at.phase);
     const smem_t stage = base + p.stages_at + at.slot * p.stage_bytes;
     const uint64_t tokens = wgmma_operand(stage + kTokensAt, 128, GW * 512);
@@ -305,16 +358,21 @@ __device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, co
     uint4 codes = lds128(stage + codes_at), scales = load_scales(0), next_codes = codes, next_scales = scales;
 #pragma unroll
     for (int t = 0; t < BATCHES; ++t) {
-      const int q = t / FJ, j = t % FJ;
-      const bool last = (t & 1) && t + 1 < BATCHES;       // of its 512 bytes of codes
-      uint32_t(&A)[2][4] = a[t & 1];
-      dequantise(A[0], A[1], comp(codes, (j & 1) * 2), comp(codes, (j & 1) * 2 + 1), comp(scales, j) + ph.shift);
+      const int f = t * JB, q = f / FJ, n = f + JB, nq = n / FJ;  // this batch's first fragment and group, the next one's
+      const bool last = n % 2 == 0 && t + 1 < BATCHES;    // of its 512 bytes of codes
+      uint32_t(&A)[JB][2][4] = a[t & 1];
+#pragma unroll
+      for (int i = 0; i < JB; ++i) {
+        const int j = f % FJ + i;
+        dequantise(A[i][0], A[i][1], comp(codes, (j & 1) * 2), comp(codes, (j & 1) * 2 + 1), comp(scales, j) + ph.shift);
+      }
       wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < 2; ++s) wgmma<NB>(acc[j], A[s], tokens + ((q * 4 + s * 2) * 128 >> 4));
+      for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int i = 0; i < JB; ++i) wgmma<NB>(acc[f % FJ + i], A[i][s], tokens + ((q * 4 + s * 2) * 128 >> 4));
       wgmma_commit();
       if (last) {
-        const int n = t + 1, nq = n / FJ;
         next_codes = lds128(stage + codes_at + nq * kUnit + n % FJ / 2 * 512);
         if (n % FJ == 0) next_scales = load_scales(nq);
       }
@@ -381,7 +439,7 @@ __device__ __forceinline__ void store_part(Tile<NB>& acc, const Params& p, const
         float& weight = to.weight[EARLY ? b : 0][h];
         if (!EARLY) fetch_place(p, it, b * 8 + 2 * c + h, choice, weight);
         const float factor = weight * ph.factor;
-        const size_t o = (size_t)choice * p.part_row + first;
+        const size_t o = ((size_t)it.split * p.choices + choice) * p.part_row + first;
 #pragma unroll
         for (int j = 0; j < FJ; ++j)
 #pragma unroll
@@ -398,7 +456,7 @@ __device__ __forceinline__ void store_part(Tile<NB>& acc, const Params& p, const
 
 // Warps are spread over four register files of 512 lanes' registers each, so the limit follows from warps a file, not from
 // threads a block; __launch_bounds__ rounds a wgmma kernel's threads up to whole warpgroups and would give away registers.
-constexpr int kWarpsAFile = (CTAS * (CW + 2) + 3) / 4;
+constexpr int kWarpsAFile = (CTAS * (CW + (MERGED ? 1 : 2)) + 3) / 4;
 constexpr int kRegisters = 512 / kWarpsAFile / 8 * 8 > 248 ? 248 : 512 / kWarpsAFile / 8 * 8;
 // WIDE: one block of two math warpgroups and a copying one that hands its registers over (168 -> 40, 232 for the math).
 #if WIDE && !defined(KCPU)
@@ -406,60 +464,74 @@ static_assert(CW == 8 && CTAS == 1, "");
 constexpr int kCopyWarps = 4;
 #define BOUNDS __launch_bounds__(384, 1)
 #else
-constexpr int kCopyWarps = 2;
+constexpr int kCopyWarps = MERGED ? 1 : 2;
 #define BOUNDS __maxnreg__(kRegisters)
 #endif
-static_assert(kCopyWarps >= 2, "");
 
+// The item is read again for the epilogue: its eight registers are worth more to the sums.
 template <int NB>
-__device__ __forceinline__ void run_item(const Params& p, const Item& it, smem_t base, Ring& at, int warp, int lane) {
-  const Phase& ph = p.phase[it.phase];
+__device__ __forceinline__ void run_item(const Params& p, int steps, int phase, smem_t base, Ring& at, Queue& queue, int warp, int lane) {
+  const Phase& ph = p.phase[phase];
   const int part = warp * FJ / 4;
   const Place me{part % ph.wn, part / ph.wn, warp * FJ % 4, lane};
   constexpr bool kEarly = NB == 1 || (NB == 2 && kRegisters >= 120);
   Places<kEarly ? NB : 1> to;
-  if (kEarly && it.phase)
+  if (kEarly && phase) {
+    const Item it = read_item(base, queue);
 #pragma unroll
     for (int b = 0; b < (kEarly ? NB : 1); ++b)
 #pragma unroll
       for (int h = 0; h < 2; ++h) fetch_place(p, it, b * 8 + 2 * (lane & 3) + h, to.choice[b][h], to.weight[b][h]);
+  }
   Tile<NB> acc;
 #pragma unroll
   for (int j = 0; j < FJ; ++j)
 #pragma unroll
     for (int e = 0; e < 4 * NB; ++e) acc[j][e / 4][e % 4] = 0.f;
-  multiply_item<NB>(acc, p, ph, it, base, at, me);
+  multiply_item<NB>(acc, p, ph, steps, base, at, me);
+#if !USE_WGMMA
+  if (ph.wk > 1) add_slices<NB>(acc, p, base, phase, me);
+#endif
+  const Item it = read_item(base, queue);
+  heard(base, queue, lane);
   if (me.slice) return;
-  if (it.phase) store_part<NB, kEarly>(acc, p, ph, it, me, to);
+  if (phase) store_part<NB, kEarly>(acc, p, ph, it, me, to);
   else store_hidden<NB>(acc, p, ph, it, me);
 }
 
 // The smallest built tile that holds `octets`; larger chunks share a tile of NB_MAX.
 template <int NB>
-__device__ __forceinline__ void run_least(const Params& p, const Item& it, smem_t base, Ring& at, int warp, int lane, int octets) {
+__device__ __forceinline__ void run_least(const Params& p, int steps, int phase, smem_t base, Ring& at, Queue& queue, int warp, int lane, int octets) {
   constexpr int NEXT = NB < 4 ? NB + 1 : NB + 2 > NB_MAX ? NB_MAX : NB + 2;
   if constexpr (NB >= NB_MAX) {
-    run_item<NB_MAX>(p, it, base, at, warp, lane);
+    run_item<NB_MAX>(p, steps, phase, base, at, queue, warp, lane);
   } else {
-    if (octets <= NB) run_item<NB>(p, it, base, at, warp, lane);
-    else run_least<NEXT>(p, it, base, at, warp, lane, octets);
+    if (octets <= NB) run_item<NB>(p, steps, phase, base, at, queue, warp, lane);
+    else run_least<NEXT>(p, steps, phase, base, at, queue, warp, lane, octets);
   }
+}
+
+__device__ __forceinline__ int agreed(int v) {            // tells the compiler that the warp agrees on v
+#ifdef KCPU
+  return v;
+#else
+  return __shfl_sync(0xffffffffu, v, 0);
+#endif
 }
 
 __device__ __forceinline__ void multiply_all(const Params& p, smem_t base, int warp, int lane) {
   Ring at{0, 0};
   Queue queue{0, 0};
   while (true) {
-    Item it = hear(base, queue, lane);
-#if !defined(KCPU)
-    it.steps = __shfl_sync(0xffffffffu, it.steps, 0);     // tells the compiler that the warp agrees
-    it.phase = __shfl_sync(0xffffffffu, it.phase, 0);
-    it.rows = __shfl_sync(0xffffffffu, it.rows, 0);
-#endif
-    if (it.steps == 0) return;
-    run_least<1>(p, it, base, at, warp, lane, (it.rows + 7) >> 3);
+    bar_wait(at_told(base, queue.slot), queue.phase);
+    const Item it = read_item(base, queue);
+    const int steps = agreed(it.steps), phase = agreed(it.phase), octets = agreed(it.rows + 7) >> 3;
+    if (steps == 0) return;
+    run_least<NB_MIN>(p, steps, phase, base, at, queue, warp, lane, octets);
   }
 }
+
+[[maybe_unused]] constexpr int kThreads = 32 * (CW + kCopyWarps);
 
 extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
   DYNAMIC_SMEM(raw);
@@ -472,12 +544,12 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      bar_init(at_full(base, s), 2 * copies_arrivals);
+      bar_init(at_full(base, s), MERGED ? 1 : 2 * copies_arrivals);
       bar_init(at_empty(base, s), CW);
     }
     for (int q = 0; q < kQueue; ++q) {
       bar_init(at_told(base, q), 1);
-      bar_init(at_heard(base, q), CW + 1);
+      bar_init(at_heard(base, q), CW + (MERGED ? 0 : 1));
     }
     bar_init_fence();
   }
@@ -486,7 +558,7 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
   pdl_wait();
   if (warp >= CW) {
     fewer_registers<WIDE>();
-    if (warp == CW) stream_weights(p, base, lane);
+    if (MERGED || warp == CW) stream_weights(p, base, lane);
     else if (warp == CW + 1) stream_tokens(p, base, lane);
   } else {
     more_registers<WIDE>();
@@ -494,9 +566,9 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
   }
 }
 
-// out[m] = bf16(base[m] + the k parts of token m, in order). One block a row and 1024 columns; dead rows (expert < 0) stay.
+// out[m] = bf16(base[m] + the k parts of token m (and their splits), in order). One block a row and 1024 columns; dead rows (expert < 0) stay.
 // H a multiple of 8.
-extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, const int* expert, const uint8_t* base, uint8_t* out, int top_k, int H) {
+extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, const int* expert, const uint8_t* base, uint8_t* out, int top_k, int splits, int H) {
   pdl_trigger();
   pdl_wait();
   const int m = blockIdx.y, column = (blockIdx.x * 128 + threadIdx.x) * 8;
@@ -506,9 +578,10 @@ extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, 
   const uint4 seed = base ? *(const uint4*)(base + at * 2) : make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = 0.f;
-#pragma unroll 4
-  for (int j = 0; j < top_k; ++j) {
-    const size_t o = ((size_t)m * top_k + j) * H + column;
+#pragma unroll 8
+  for (int n = 0; n < top_k * splits; ++n) {
+    const int j = n / splits, split = n % splits;
+    const size_t o = (((size_t)split * gridDim.y + m) * top_k + j) * H + column;
 #if PART_F32
     const uint4 lo = ldg128_cg((const float*)part + o), hi = ldg128_cg((const float*)part + o + 4);
 #pragma unroll
@@ -524,8 +597,8 @@ extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, 
   *(uint4*)(out + at * 2) = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
 }
 
-// Rows of x in the order of the work list, in octets as PACKED tokens lie: [octet][K / 8][8 tokens][16 bytes]. One block an
-// octet and 128 * 8 inputs... grid (K / 1024 rounded up, most octets); rows that hold no choice are left as they are.
+// Rows of x in the order of the work list, in octets as PACKED tokens lie: [octet][K / 8][8 tokens][16 bytes]. Grid
+// (slices of K, most octets); rows that hold no choice are left as they are.
 extern "C" __global__ void __launch_bounds__(128) moe_pack(const uint8_t* x, const int* choice, const int* octets, uint8_t* packed, int top_k, int K) {
   pdl_trigger();
   pdl_wait();
@@ -535,5 +608,6 @@ extern "C" __global__ void __launch_bounds__(128) moe_pack(const uint8_t* x, con
   if (n < 0) return;
   const uint8_t* row = x + (size_t)(n / top_k) * K * 2;
   uint8_t* out = packed + (size_t)octet * 8 * K * 2 + token * 16;
+#pragma unroll 8
   for (int c = piece; c < K / 8; c += gridDim.x * 16) *(uint4*)(out + (size_t)c * 128) = *(const uint4*)(row + (size_t)c * 16);
 }

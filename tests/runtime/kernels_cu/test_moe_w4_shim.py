@@ -70,7 +70,7 @@ class Layer:
         route.cpu_moe_sort(*chosen, d.M * d.top_k, d.E, ctypes.byref(work), int(descending))
         moe.cpu_moe_w4(ctypes.byref(params), ctypes.c_size_t(config.smem_bytes()), int(descending))
         pointers = [ctypes.c_void_p(a) for a in (at["part"], address(self.expert), address(self.base), address(out))]
-        moe.cpu_moe_combine(d.M, *pointers, d.top_k, d.H)
+        moe.cpu_moe_combine(d.M, *pointers, d.top_k, config.splits, d.H)
         return out.astype(np.float32)
 
 
@@ -89,6 +89,9 @@ CASES = [
     (TINY, Config(octets=1, groups=4, stages=2, blocks=1, rows13=1, rows2=1)),
     (WIDE, Config(octets=1, groups=1, stages=3, blocks=1, rows13=4, rows2=4)),
     (WIDE, Config(octets=2, groups=2, stages=3, blocks=1, rows13=2, rows2=4)),
+    (WIDE, Config(octets=1, groups=1, stages=3, blocks=1, rows13=2, rows2=1)),
+    (WIDE, Config(octets=2, groups=1, stages=3, blocks=1, rows13=1, rows2=4, splits=2)),
+    (Dims(M=1, E=4, H=256, F=128, top_k=3), Config(octets=1, groups=1, warps=8, stages=3, blocks=1, rows13=1, rows2=2, splits=2, token_rows=1)),
     (Dims(M=2, E=3, H=64, F=32, top_k=3), Config(octets=1, groups=2, stages=2, blocks=1, rows13=1, rows2=1)),
 ]
 
