@@ -92,7 +92,8 @@ class Engine:
         self._aborts: set[str] = set()
         self._closing = False
         self._published = self._stats.copy()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()  # entered a second time by its own thread only from on_emission, which is refused
+        self._inside = False
         self._thread: threading.Thread | None = None
         self._last_step_s = time.monotonic()
 
@@ -216,7 +217,10 @@ class Engine:
         with self._stepping:
             if self.dead is not None:
                 raise EngineDead(ENGINE_FAILED) from self.dead
+            if self._inside:
+                raise RuntimeError("step() was called from on_emission, in the middle of a step")
             emissions: list[Emission] = []
+            self._inside = True
             try:
                 emissions += self._deliver(self._take_in())
                 if self._scheduler.has_work:
@@ -227,7 +231,9 @@ class Engine:
                 emissions += self._fail(error)
                 if not isinstance(error, Exception):
                     raise
-            self._publish()
+            finally:
+                self._inside = False
+                self._publish()
             return emissions
 
     def _take_in(self) -> list[Delivery]:
@@ -251,6 +257,7 @@ class Engine:
             if emission.finish is not None:
                 with self._wake:
                     del self._open[sequence.id]
+                    self._aborts.discard(sequence.id)  # it must not reach a later request of the same id
             if sequence.on_emission is None:
                 continue
             try:

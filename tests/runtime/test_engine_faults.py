@@ -194,6 +194,34 @@ def test_a_listener_that_raises_loses_its_request_and_nothing_else() -> None:
     assert (stats.callback_errors, stats.finished["abort"], stats.running, stats.pages_used) == (2, 1, 0, 0)
 
 
+def test_a_listener_that_steps_the_engine_is_refused_and_does_not_hang() -> None:
+    engine = make_engine(ScriptedExecutor())
+    refused: list[str] = []
+
+    def listen(emission: Emission) -> None:
+        try:
+            engine.step()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    engine.submit(make_request("a", [5], max_tokens=2), listen)
+    step_until(engine, lambda: not engine._open)
+    assert len(refused) == 2 and "from on_emission" in refused[0]
+
+
+def test_an_abort_that_comes_too_late_does_not_reach_the_next_request_of_its_id() -> None:
+    engine = make_engine(ScriptedExecutor())
+    first = make_request("a", [5], max_tokens=1)
+    got: list[Emission] = []
+    engine.submit(first, lambda emission: engine.abort("b"))
+    engine.submit(make_request("b", [6], max_tokens=1), got.append)
+    engine.step()
+    assert [e.finish for e in got] == ["length"], "b ended in the step in which it was aborted"
+    engine.submit(make_request("b", [6], max_tokens=1), got.append)
+    step_until(engine, lambda: len(got) == 2)
+    assert got[1].finish == "length"
+
+
 @pytest.mark.parametrize("threaded", [True, False])
 def test_an_executor_that_dies_ends_everything(threaded: bool) -> None:
     engine = make_engine(ScriptedExecutor(fail_at=4), max_num_seqs=2)
