@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from tools.bench_targets import Sample
@@ -20,6 +21,8 @@ from tools.bench_targets import Sample
 SCHEMA = "bench_serve/1"
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "none"
+_TABLE_KEYS = {"method", "temperature", "concurrency", "tokens_per_s_p50", "speedup", "acceptance_length", "acceptance_by_depth", "ttft_ms"}
+_TABLE_KEYS |= {"tpot_ms", "same_text", "failed", "cpu", "threads", "date", "commit", "dirty", "cmd"}
 
 
 @dataclass(slots=True)
@@ -42,6 +45,11 @@ class Cell:
     def tokens_per_s(self) -> float:
         return sum(self.block_tokens) / sum(self.wall_s) if self.wall_s else 0.0
 
+    def rates(self) -> NDArray[np.float64]:
+        """Tokens/s of each block."""
+        rates: NDArray[np.float64] = np.array(self.block_tokens) / np.maximum(np.array(self.wall_s), 1e-9)
+        return rates
+
     @property
     def acceptance_length(self) -> float | None:
         """1 + accepted / steps, over all speculative steps; None without any."""
@@ -54,13 +62,14 @@ class Cell:
         return [float((accepted > depth).mean()) for depth in range(int(accepted.max(initial=0)))]
 
     def speedup(self, baseline: Cell | None) -> dict[str, float] | None:
-        """Tokens/s over the baseline's: of the totals, and p10, p50, p90 of the blocks both have run."""
+        """Tokens/s over the baseline's, block by block: p10, p50, p90; and of the totals.
+
+        The median is the figure to quote: a stall of the machine moves the total, and only one block.
+        """
         if baseline is None or not self.wall_s or not baseline.wall_s:
             return None
         both = min(len(self.wall_s), len(baseline.wall_s))
-        ours = np.array(self.block_tokens[:both]) / np.array(self.wall_s[:both])
-        theirs = np.array(baseline.block_tokens[:both]) / np.array(baseline.wall_s[:both])
-        p10, p50, p90 = np.percentile(ours / np.maximum(theirs, 1e-9), (10, 50, 90))
+        p10, p50, p90 = np.percentile(self.rates()[:both] / np.maximum(baseline.rates()[:both], 1e-9), (10, 50, 90))
         return {"total": self.tokens_per_s / max(baseline.tokens_per_s, 1e-9), "p10": float(p10), "p50": float(p50), "p90": float(p90)}
 
     def same_text(self, baseline: Cell | None) -> tuple[int, int] | None:
@@ -93,6 +102,7 @@ def record_of(cell: Cell, baseline: Cell | None, provenance: Mapping[str, Any]) 
         "tokens": sum(cell.block_tokens),
         "wall_s": round(sum(cell.wall_s), 3),
         "tokens_per_s": round(cell.tokens_per_s, 3),
+        "tokens_per_s_p50": round(float(np.median(cell.rates())), 3) if cell.wall_s else 0.0,
         "speedup": speedup and {name: round(value, 3) for name, value in speedup.items()},
         "acceptance_length": length and round(length, 3),
         "acceptance_by_depth": [round(share, 4) for share in cell.acceptance_by_depth()],
@@ -136,7 +146,7 @@ def _cpu_model() -> str:
 
 
 def live_table(records: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """The figures so far, for the terminal."""
+    """The figures so far, for the terminal; rates and speed-ups are medians over blocks of prompts."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in (
         "method",
@@ -158,8 +168,8 @@ def live_table(records: Sequence[Mapping[str, Any]], title: str) -> Table:
             record["method"],
             f"{record['temperature']:g}",
             str(record["concurrency"]),
-            f"{record['tokens_per_s']:.1f}",
-            f"{speedup['total']:.2f}×" if speedup else "",
+            f"{record['tokens_per_s_p50']:.1f}",
+            f"{speedup['p50']:.2f}×" if speedup else "",
             f"{speedup['p10']:.2f}–{speedup['p90']:.2f}" if speedup else "",
             f"{record['acceptance_length']:.2f}" if record["acceptance_length"] else "1.00",
             _ms(record["ttft_ms"], "p50"),
@@ -182,10 +192,19 @@ def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
     ]
     for r in records:
         depths = " ".join(f"{share:.2f}" for share in r["acceptance_by_depth"])
-        speedup = f"{r['speedup']['total']:.2f}×" if r["speedup"] else "–"
+        speedup = f"{r['speedup']['p50']:.2f}×" if r["speedup"] else "–"
         same = f"{r['same_text'][0]}/{r['same_text'][1]}" if r["same_text"] else "–"
         length = f"{r['acceptance_length']:.2f}" if r["acceptance_length"] else "1.00"
-        figures = (r["method"], f"{r['temperature']:g}", r["concurrency"], f"{r['tokens_per_s']:.1f}", speedup, length, depths or "–", same)
+        figures = (
+            r["method"],
+            f"{r['temperature']:g}",
+            r["concurrency"],
+            f"{r['tokens_per_s_p50']:.1f}",
+            speedup,
+            length,
+            depths or "–",
+            same,
+        )
         lines.append("| " + " | ".join(map(str, figures)) + " |")
     if records:
         r = records[0]
@@ -202,6 +221,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
-        if record.get("schema") == SCHEMA:
-            records.append(record)
+        if record.get("schema") != SCHEMA:
+            continue
+        missing = _TABLE_KEYS - record.keys()
+        if missing:
+            raise ValueError(f"{path}, line {number}: no {', '.join(sorted(missing))}; measure anew")
+        records.append(record)
     return records

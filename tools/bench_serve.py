@@ -33,9 +33,10 @@ METHODS = f"{BASELINE},dflash:7,ddtree:8,ddtree:16,ddtree:32"
 
 HELP = """\
 Generates the same answers with several speculation methods and reports tokens/s, the speed-up over no speculation in the same run,
-accepted tokens a step and by depth, and latencies. Methods take turns prompt by prompt, so that a noisy machine hits all alike. The
-answers must be the same text whatever the method (speculation is lossless); the last column counts how many are, and any difference
-makes the exit code 1.
+accepted tokens a step and by depth, and latencies. Methods take turns prompt by prompt and medians over prompts are shown, so that a
+noisy machine hits all alike. The answers must be the same text whatever the method (speculation is lossless); the last column counts
+how many are, and any difference makes the exit code 1. BLAS threads without a core of their own stall: set OPENBLAS_NUM_THREADS to no
+more than the cores that are free.
 """
 
 EXAMPLES = """\
@@ -121,8 +122,9 @@ def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     for method in args.methods.split(","):
         speculation_for(method)
     questions = read_questions(args.prompt_file, args.prompts)
-    cmd = ["python", "tools/bench_serve.py", *args.argv]
-    threads = int(os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    given = [f"{name}={os.environ[name]}" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if os.environ.get(name)]
+    cmd = [*given, "python", "tools/bench_serve.py", *args.argv]
+    threads = int(given[0].partition("=")[2]) if given else os.cpu_count() or 1
     progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     done: list[dict[str, Any]] = []
     title = f"{args.prompts} prompts, up to {args.max_tokens} tokens each"

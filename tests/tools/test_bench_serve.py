@@ -109,6 +109,26 @@ def test_prompts_must_be_enough(tmp_path: Path) -> None:
         read_questions(path, 3)
 
 
+def test_results_of_another_kind_are_passed_over_and_broken_ones_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    record = record_of(cell("none", ([sample(4)], 1.0)), None, WHERE)
+    path.write_text(json.dumps({"schema": "other/1"}) + "\n" + json.dumps(record) + "\n")
+    assert read_records(path) == [record]
+    del record["speedup"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="line 1: no speedup"):
+        read_records(path)
+
+
+def test_a_stall_moves_the_total_and_not_the_median() -> None:
+    base = cell("none", *[([sample(10)], 1.0)] * 9, ([sample(10)], 100.0))
+    fast = cell("ddtree:8", *[([sample(10)], 0.5)] * 10)
+    speedup = fast.speedup(base)
+    assert speedup is not None
+    assert speedup["p50"] == 2.0
+    assert speedup["total"] > 20
+
+
 def test_percentiles_of_nothing_are_nothing() -> None:
     assert percentiles([]) == {}
     assert percentiles([0.001, 0.003]) == {"p50": 2.0, "p90": 2.8, "p99": 2.98}

@@ -224,6 +224,22 @@ def is_ready(process: Process) -> bool:
         return False
 
 
+def test_sigterm_while_loading_ends_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--port", str(port)]
+    popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    assert until(lambda: listens(port))
+    popen.send_signal(signal.SIGTERM)
+    assert popen.wait(10) == 0
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_the_key_and_the_alias_flags(tiny: str) -> None:
     process = start(
         "--model-path",
