@@ -176,7 +176,7 @@ def run_dialogue(console: Console, conversation: Conversation) -> None:
             answer = conversation.ask(line)
             with contextlib.closing(answer):  # type: ignore[type-var]  # a generator: closing it aborts the request
                 print_answer(console, answer)
-            console.print(conversation.figures.line(), style="dim", highlight=False)
+            console.print(conversation.figures.line(), style="dim", highlight=False, soft_wrap=True)
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -191,7 +191,7 @@ def run_once(conversation: Conversation, prompt: str, output: Console, notes: Co
         target = output if kind == "content" else notes
         target.print(text, end="", markup=False, highlight=False, emoji=False, soft_wrap=True, style=None if kind == "content" else "dim")
     output.print()
-    notes.print(conversation.figures.line(), style="dim", highlight=False)
+    notes.print(conversation.figures.line(), style="dim", highlight=False, soft_wrap=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
