@@ -17,7 +17,8 @@ import numpy as np
 
 from runtime.kernels_cu._build import build
 from runtime.kernels_cu._launch import Launch, load
-from runtime.kernels_cu.moe_w4 import Config, Dims, build_kernels, layer_launches, workspace_bytes
+from runtime.kernels_cu.moe_config import Config, Dims
+from runtime.kernels_cu.moe_w4 import build_kernels, layer_launches, workspace_bytes
 
 MAX_ERROR = 8e-3  # relative L2 of a layer; a bf16-rounded weight alone gives 2e-3
 CHECK_ROWS = 12
@@ -210,7 +211,8 @@ def describe(config: Config) -> str:
     kind = f"wgmma{'+' if config.wide else ''}{'1' if config.merged else ''}b{config.batch}" if config.wgmma else "mma"
     least = f"{8 * config.fewest}-" if config.fewest > 1 else ""
     shape = f"n{least}{8 * config.octets} g{config.groups} w{config.warps}f{config.fragments} st{config.stages} x{config.blocks}"
-    more = f"{f' k{config.splits}' if config.splits > 1 else ''}{'' if config.float_parts else ' b16'}"
+    more = f"{f' k{config.splits13}/{config.splits}' if config.splits * config.splits13 > 1 else ''}"
+    more += f"{f' c{config.claim}' if config.claim > 1 else ''}{'' if config.float_parts else ' b16'}"
     return f"{kind} {shape} r{config.rows13}/{config.rows2}{more}"
 
 

@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runtime.kernels_cu._build import BuildError, build
-from runtime.kernels_cu.moe_w4 import Config, Dims, candidates, source_digest, tuned_key
+from runtime.kernels_cu.moe_choice import candidates, source_digest, tuned_key
+from runtime.kernels_cu.moe_config import Config, Dims
 
 SHAPES = {"kimi-k26": (384, 7168, 2048, 8), "kimi-k2": (384, 7168, 2048, 8)}
 DEFAULT_M = "1,2,4,8,9,16,32,64,90,128,256,512,1024,2048,4096,8192"

@@ -9,9 +9,10 @@
 // do not depend on its place in a chunk.
 // Dead rows have expert -1 (moe_route_sort: live < 0) and take no place.
 // At M = 1 this kernel is latency alone, so choices stay in shared memory where one block sees them all, and nothing reads a
-// logit twice. Limits: E <= MAX_EXPERTS <= 1024, k <= 32.
+// logit twice. Limits: E <= MAX_EXPERTS <= 1024, k <= 32, M k <= 2^17, 2^13 chunks.
 // Source: DeepSeek-V3, arXiv 2412.19437 section 2.1.2 (bias for selection alone).
 #include "prim/memory.cuh"
+#include "prim/mma.cuh"
 #include "prim/pipeline.cuh"
 
 using namespace prim;
@@ -34,54 +35,73 @@ struct Sorted {
   int chunk_rows;
 };
 
+constexpr int kBlockTokens = 4, kBlockTopK = 8;           // what route_by_block takes
+
 struct Shared {
-  int count[MAX_EXPERTS], next[MAX_EXPERTS], warp_rows[kWarps], warp_chunks[kWarps], last;
+  int count[MAX_EXPERTS], next[MAX_EXPERTS], last;
+  uint32_t warp_sum[kWarps];
   int expert[kWarps * kMaxTopK];
   float weight[kWarps * kMaxTopK];
+  uint32_t key[kBlockTokens][kWarps * kBlockTopK];        // route_by_block: the best of each warp, by rank
+  int who[kBlockTokens][kWarps * kBlockTopK];
+  float score[kBlockTokens][kWarps * kBlockTopK];
 };
 
 // Inclusive sum over lanes.
-__device__ __forceinline__ int lane_sums(int v, int lane) {
+__device__ __forceinline__ uint32_t lane_sums(uint32_t v, int lane) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const int x = __shfl_up_sync(0xffffffffu, v, d);
+    const uint32_t x = __shfl_up_sync(0xffffffffu, v, d);
     if (lane >= d) v += x;
   }
   return v;
 }
 
-// Rows and chunks before this thread's expert; the block's totals go on to the next round's base.
-__device__ __forceinline__ void exclusive_sums(Shared& sh, int& rows, int& chunks, int& base_rows, int& base_chunks, int warp, int lane) {
-  const int my_rows = rows, my_chunks = chunks, a = lane_sums(rows, lane), b = lane_sums(chunks, lane);
-  if (lane == 31) { sh.warp_rows[warp] = a; sh.warp_chunks[warp] = b; }
+// Rows and chunks before this thread's expert (both in one number: rows below 2^18, chunks above), and the block's total.
+constexpr int kChunkBit = 18;
+__device__ __forceinline__ uint32_t exclusive_sum(Shared& sh, uint32_t mine, uint32_t& total, int warp, int lane) {
+  const uint32_t sum = lane_sums(mine, lane);
+  if (lane == 31) sh.warp_sum[warp] = sum;
   __syncthreads();
-  const int wa = lane_sums(lane < kWarps ? sh.warp_rows[lane] : 0, lane), wb = lane_sums(lane < kWarps ? sh.warp_chunks[lane] : 0, lane);
-  const int before_a = __shfl_sync(0xffffffffu, wa, (warp + 31) % 32), before_b = __shfl_sync(0xffffffffu, wb, (warp + 31) % 32);
-  rows = base_rows + a - my_rows + (warp ? before_a : 0);
-  chunks = base_chunks + b - my_chunks + (warp ? before_b : 0);
-  base_rows += __shfl_sync(0xffffffffu, wa, 31);
-  base_chunks += __shfl_sync(0xffffffffu, wb, 31);
+  const uint32_t warps = lane_sums(lane < kWarps ? sh.warp_sum[lane] : 0u, lane);
+  const uint32_t before = __shfl_sync(0xffffffffu, warps, (warp + 31) % 32);
+  total = __shfl_sync(0xffffffffu, warps, 31);
+  return sum - mine + (warp ? before : 0u);
 }
 
 __device__ __forceinline__ void clear_counts(Shared& sh) {
   for (int e = threadIdx.x; e < MAX_EXPERTS; e += kThreads) sh.count[e] = 0;
 }
+// Calls act(i, expert[i]) for every choice. Eight loads are in flight at once: `act` has atomics, over which the compiler moves
+// no load (one block sorts 8192 choices, so latencies would add up).
+template <class Act>
+__device__ __forceinline__ void for_choices(const int* expert, int choices, Act act) {
+  constexpr int BATCH = 8;
+  for (int i0 = threadIdx.x; i0 < choices; i0 += BATCH * kThreads) {
+    int e[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) e[b] = i0 + b * kThreads < choices ? expert[i0 + b * kThreads] : -1;
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+      if (e[b] >= 0) act(i0 + b * kThreads, e[b]);
+  }
+}
 __device__ __forceinline__ void count_choices(Shared& sh, const int* expert, int choices) {
-#pragma unroll 8
-  for (int i = threadIdx.x; i < choices; i += kThreads)
-    if (expert[i] >= 0) atomicAdd(&sh.count[expert[i]], 1);
+  for_choices(expert, choices, [&](int, int e) { atomicAdd(&sh.count[e], 1); });
 }
 
 // Writes the work list from the counts and the choices (in global or shared memory).
 __device__ __forceinline__ void sort_choices(Shared& sh, const Sorted& s, const int* expert, const float* weight, int choices, int E) {
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  int base_rows = 0, base_chunks = 0;
+  uint32_t base = 0;
   __syncthreads();                                        // counts are complete
   for (int e0 = 0; e0 < E; e0 += kThreads) {
     const int e = e0 + tid, rows = e < E ? sh.count[e] : 0, chunks = (rows + s.chunk_rows - 1) / s.chunk_rows, padded = (rows + 7) / 8 * 8;
-    int row = padded, chunk = chunks;
+    uint32_t total;
     if (e0) __syncthreads();
-    exclusive_sums(sh, row, chunk, base_rows, base_chunks, warp, lane);
+    const uint32_t before = base + exclusive_sum(sh, (uint32_t)padded | (uint32_t)chunks << kChunkBit, total, warp, lane);
+    const int row = before & ((1u << kChunkBit) - 1), chunk = before >> kChunkBit;
+    base += total;
     if (e < E) sh.next[e] = row;
     if (chunks) {
       const int each = ((rows + chunks - 1) / chunks + 7) / 8 * 8;
@@ -93,17 +113,13 @@ __device__ __forceinline__ void sort_choices(Shared& sh, const Sorted& s, const 
       for (int i = rows; i < padded; ++i) s.choice[row + i] = -1;
     }
   }
-  if (tid == 0) { *s.total = base_chunks; *s.octets = base_rows / 8; *s.claim = 0; }
+  if (tid == 0) { *s.total = base >> kChunkBit; *s.octets = (base & ((1u << kChunkBit) - 1)) / 8; *s.claim = 0; }
   __syncthreads();
-#pragma unroll 8
-  for (int i = tid; i < choices; i += kThreads) {
-    const int e = expert[i];
-    if (e >= 0) {
-      const int n = atomicAdd(&sh.next[e], 1);
-      s.choice[n] = i;
-      s.weight[n] = weight[i];
-    }
-  }
+  for_choices(expert, choices, [&](int i, int e) {
+    const int n = atomicAdd(&sh.next[e], 1);
+    s.choice[n] = i;
+    s.weight[n] = weight[i];
+  });
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) moe_sort(const int* expert, const float* weight, int choices, int E, const __grid_constant__ Sorted s) {
@@ -127,20 +143,24 @@ __device__ __forceinline__ void best_experts(const float* logits, const float* b
   }
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
-    score[i] = 1.f / (1.f + expf(-score[i]));
+    score[i] = divide_fast(1.f, 1.f + expf(-score[i]));
     const float k = score[i] + key[i];
     key[i] = i * 32 + lane >= E ? -2e30f : k == k ? k : -1e30f;  // NaN comes last, but an expert it stays
   }
   float sum = 0.f, mine = 0.f;
   expert = -1;
   for (int k = 0; k < top_k; ++k) {
-    float best = -2e30f;
-    int at = 0x7fffffff;
+    float best[kMine];
+    int slot[kMine];
 #pragma unroll
-    for (int i = 0; i < kMine; ++i)
-      if (key[i] > best) { best = key[i]; at = i * 32 + lane; }
-    const uint32_t top = warp_max(ordered(best));
-    at = warp_min(ordered(best) == top ? (uint32_t)at : 0x7fffffffu);
+    for (int i = 0; i < kMine; ++i) { best[i] = key[i]; slot[i] = i; }
+#pragma unroll
+    for (int half = 1; half < kMine; half *= 2)           // a tree: log2 steps deep, ties to the lower slot
+#pragma unroll
+      for (int i = 0; i + half < kMine; i += 2 * half)
+        if (best[i + half] > best[i]) { best[i] = best[i + half]; slot[i] = slot[i + half]; }
+    const uint32_t mine_bits = ordered(best[0]), top = warp_max(mine_bits);
+    const int at = warp_min(mine_bits == top ? (uint32_t)(slot[0] * 32 + lane) : 0x7fffffffu);
     float chosen = 0.f;
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
@@ -150,6 +170,61 @@ __device__ __forceinline__ void best_experts(const float* logits, const float* b
     if (lane == k) { expert = at; mine = chosen; }
   }
   weight = mine / (sum + 1e-20f) * scale;
+}
+
+// A few tokens by the whole block: a thread an expert. Each warp finds its 32 experts' best k of every token, then warp m the
+// best of token m among the warps' (at most 128 candidates, four a lane). Few instructions, because a launch meets cold
+// instruction caches; the warp-a-token way above took 4 us at M = 1.
+__device__ __forceinline__ void route_by_block(Shared& sh, const float* logits, const float* bias, const int* live, int M, int E, int top_k, float scale) {
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, candidates = (E + 31) / 32 * top_k;
+  float logit[kBlockTokens];
+#pragma unroll
+  for (int m = 0; m < kBlockTokens; ++m) logit[m] = tid < E && m < M ? logits[(size_t)m * E + tid] : 0.f;
+  const float b = tid < E ? bias[tid] : 0.f;
+#pragma unroll
+  for (int m = 0; m < kBlockTokens; ++m) {
+    if (m >= M) break;
+    const float score = divide_fast(1.f, 1.f + expf(-logit[m])), k = score + b;
+    uint32_t key = tid < E ? ordered(k == k ? k : -1e30f) : 0u;
+    for (int r = 0; r < top_k; ++r) {
+      const uint32_t best = warp_max(key);
+      const int winner = warp_min(key == best ? (uint32_t)lane : 32u);
+      if (lane == winner) {
+        sh.key[m][warp * top_k + r] = key;
+        sh.who[m][warp * top_k + r] = tid;
+        sh.score[m][warp * top_k + r] = score;
+        key = 0;
+      }
+    }
+  }
+  __syncthreads();
+  if (warp >= M) return;
+  const int m = warp;
+  uint32_t key[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) key[i] = i * 32 + lane < candidates ? sh.key[m][i * 32 + lane] : 0u;
+  float sum = 0.f, mine = 0.f;
+  int chosen = -1;
+  for (int r = 0; r < top_k; ++r) {
+    uint32_t best = key[0];
+    int at = lane;
+#pragma unroll
+    for (int i = 1; i < 4; ++i)
+      if (key[i] > best) { best = key[i]; at = i * 32 + lane; }
+    const uint32_t top = warp_max(best);
+    at = warp_min(best == top ? (uint32_t)at : 0xffffu);  // candidates lie by warp, then by rank: ties to the lower expert
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i * 32 + lane == at) key[i] = 0;
+    const float score = sh.score[m][at];
+    sum += score;
+    if (lane == r) { chosen = sh.who[m][at]; mine = score; }
+  }
+  if (lane >= top_k) return;
+  const bool alive = !live || live[m] >= 0;
+  sh.expert[m * top_k + lane] = alive ? chosen : -1;
+  sh.weight[m * top_k + lane] = alive ? mine / (sum + 1e-20f) * scale : 0.f;
+  if (alive) atomicAdd(&sh.count[chosen], 1);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -162,6 +237,13 @@ moe_route_sort(const float* logits, const float* bias, const int* live, int* exp
   pdl_trigger();
   pdl_wait();
   __syncthreads();
+  if (M <= kBlockTokens && E <= kThreads && top_k <= kBlockTopK) {
+    route_by_block(sh, logits, bias, live, M, E, top_k, scale);
+    __syncthreads();
+    for (int i = tid; i < M * top_k; i += kThreads) { expert[i] = sh.expert[i]; weight[i] = sh.weight[i]; }
+    sort_choices(sh, s, sh.expert, sh.weight, M * top_k, E);
+    return;
+  }
   if (m < M) {
     int e = -1;
     float w = 0.f;

@@ -57,7 +57,8 @@ struct Phase {
   const uint8_t* in;    // rows of K bf16: phase 0 x [M, K] (PACKED: sorted rows in octets), phase 1 hidden
   int strips, groups;   // N/64, K/32
   int wn, wk;           // strips of a tile, slices of K in a block; wn * wk = kStrips
-  int splits;           // items that share a tile's K; phase 1 only: their parts are added by moe_combine
+  int splits;           // items that share a tile's K: phase 0's last one to finish adds them, moe_combine phase 1's parts
+  int batch;            // tiles that are claimed together
   uint32_t shift;       // prim::scale_shift(exponent)
   float factor;         // 2**exponent
 };
@@ -72,6 +73,8 @@ struct Params {
   const float* weight;  // [rows] router weight by sorted row
   int* claim;           // [1] items claimed beyond the grid's first
   int* ready;           // [n] strips of hidden finished
+  float* halves;        // [n, strips of phase 0, splits, 512 octets] sums of splits; unused without splits
+  int* halves_done;     // [n, strips of phase 0] splits finished; zero between launches
   int top_k, hidden_row, part_row, choices;  // F and H in elements, M k
   int most_chunks;      // room in `chunks`
   int stage_bytes, stages_at;       // ring geometry (depends on wk)
@@ -153,13 +156,14 @@ __device__ __forceinline__ Item decode(const Params& p, int i, const Plan& plan,
     it.tile /= ph.splits;
   }
   it.steps = (ph.groups / ph.splits + ph.wk * GW - 1) / (ph.wk * GW);
+  it.tile *= ph.batch;
   return it;
 }
 
 __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int lane) {
   Plan plan;
-  plan.tiles0 = p.phase[0].strips / p.phase[0].wn;
-  plan.tiles1 = p.phase[1].strips / p.phase[1].wn * p.phase[1].splits;
+  plan.tiles0 = p.phase[0].strips / p.phase[0].wn / p.phase[0].batch * p.phase[0].splits;
+  plan.tiles1 = p.phase[1].strips / p.phase[1].wn / p.phase[1].batch * p.phase[1].splits;
   const int guess = blockIdx.x / plan.tiles0;           // read beside the total, not after it
   const int4 c = p.chunks[least(guess, p.most_chunks - 1)];
   plan.chunks = *p.total;
@@ -168,11 +172,11 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
   Queue queue{0, 1};
   Item it = decode(p, blockIdx.x, plan, c, guess < p.most_chunks ? guess : -1);
   tell(base, queue, it, lane);
+  int left = p.phase[it.phase].batch, claimed = 0;        // tiles of this claim, this one included
+  bool asked = false;
   while (it.steps) {
-    // The next item is claimed a few stages before this one ends: late enough that no block sits on work while others have
+    // The next claim is made a few stages before this one ends: late enough that no block sits on work while others have
     // none, early enough that its latency hides behind the ring.
-    int claimed = 0;
-    const int ask = it.steps > 4 ? it.steps - 4 : 0;
     Item next{0, 0, 0, 0, 0, 0, 0, 0};
     const Phase& ph = p.phase[it.phase];
     const int span = ph.wk * GW, strip_stage = span * kUnit;
@@ -189,7 +193,10 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
     const uint8_t* tokens = ph.in + (it.row0 >> 3) * octet_bytes + (size_t)it.split * split_groups * 512;
 #endif
     for (int k = 0; k < it.steps; ++k) {
-      if (k == ask && lane == 0) claimed = atomicAdd(p.claim, 1) + gridDim.x;
+      if (!asked && left * it.steps - k <= 4) {
+        asked = true;
+        if (lane == 0) claimed = atomicAdd(p.claim, 1) + gridDim.x;
+      }
       bar_wait(at_empty(base, at.slot), at.phase);
       const smem_t dst = base + p.stages_at + at.slot * p.stage_bytes;
 #if MERGED
@@ -205,7 +212,14 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
 #endif
       at.next();
       if (k == it.steps - 1) {
-        next = decode(p, __shfl_sync(0xffffffffu, claimed, 0), plan, c, -1);
+        if (--left) {
+          next = it;
+          ++next.tile;
+        } else {
+          next = decode(p, __shfl_sync(0xffffffffu, claimed, 0), plan, c, -1);
+          left = p.phase[next.phase].batch;
+          asked = false;
+        }
         tell(base, queue, next, lane);
       }
     }
@@ -313,6 +327,40 @@ __device__ __forceinline__ void add_slices(Tile<NB>& acc, const Params& p, smem_
 #pragma unroll
       for (int e = 0; e < 16 * NB; ++e) acc[e / (4 * NB)][e / 4 % NB][e % 4] += lds_f32(mail + s * (NB_MAX * 2048) + e * 128);
   named_barrier(id, 32 * slices);
+}
+
+// Splits of K meet in global memory: the last of a strip's to finish adds them all, in order, and goes on; false for the others.
+template <int NB>
+__device__ __forceinline__ bool join_splits(Tile<NB>& acc, const Params& p, const Phase& ph, const Item& it, const Place& me) {
+  const int at = it.chunk * ph.strips + it.tile * ph.wn + me.strip;
+  float* sums = p.halves + (size_t)at * ph.splits * (NB_MAX * 512) + me.lane * 4;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int b = 0; b < NB; ++b) {
+      const float(&v)[4] = acc[j][b];
+      *(uint4*)(sums + it.split * (NB_MAX * 512) + (j * NB + b) * 128) =
+          make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+    }
+  __threadfence();
+  __syncwarp();
+  int done = 0;
+  if (me.lane == 0) {
+    done = atomicAdd(p.halves_done + at, 1);
+    if (done == ph.splits - 1) p.halves_done[at] = 0;
+  }
+  if (__shfl_sync(0xffffffffu, done, 0) != ph.splits - 1) return false;
+  __threadfence();
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int b = 0; b < NB; ++b)
+      for (int n = 0; n < ph.splits; ++n) {
+        const uint4 v = ldg128_cg(sums + n * (NB_MAX * 512) + (j * NB + b) * 128);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[j][b][i] = (n ? acc[j][b][i] : 0.f) + __uint_as_float(comp(v, i));
+      }
+  return true;
 }
 
 template <int NB>
@@ -495,6 +543,9 @@ __device__ __forceinline__ void run_item(const Params& p, int steps, int phase, 
   const Item it = read_item(base, queue);
   heard(base, queue, lane);
   if (me.slice) return;
+#if !USE_WGMMA
+  if (phase == 0 && ph.splits > 1 && !join_splits<NB>(acc, p, ph, it, me)) return;
+#endif
   if (phase) store_part<NB, kEarly>(acc, p, ph, it, me, to);
   else store_hidden<NB>(acc, p, ph, it, me);
 }

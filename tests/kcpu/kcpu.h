@@ -330,7 +330,17 @@ inline T shuffle(T value, Source source) {
 
 template <class T>
 inline T __shfl_sync(unsigned /*mask*/, T value, int from) {
-  return shuffle(value, [from](int) { return from & 31; });
+  struct Lane { T value; int from; };         // every lane may name another source
+  const Lane mine{value, from & 31};
+  T result;
+  kcpu::warp_collective(&mine, sizeof mine, &result, sizeof result, [](kcpu::Warp& warp) {
+    for (int lane = 0; lane < kcpu::WARP_SIZE; lane++) {
+      Lane asks;
+      memcpy(&asks, warp.in[lane], sizeof asks);
+      memcpy(warp.out[lane], warp.in[asks.from], sizeof(T));
+    }
+  });
+  return result;
 }
 
 template <class T>

@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 
 from runtime.kernels_cu import _build
-from runtime.kernels_cu._build import ARCHITECTURES, BuildError, Resources, build, check_resources, include_closure, nvrtc_version, parse_log
-from runtime.kernels_cu.moe_w4 import Dims, candidates, default_config, route_defines
+from runtime.kernels_cu._build import (
+    ARCHITECTURES,
+    BuildError,
+    Resources,
+    build,
+    check_resources,
+    include_closure,
+    nvrtc_version,
+    parse_log,
+)
+from runtime.kernels_cu.moe_choice import candidates, default_config
+from runtime.kernels_cu.moe_config import Dims
+from runtime.kernels_cu.moe_w4 import route_defines
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 K26 = Dims(M=64, E=384, H=7168, F=2048, top_k=8)

@@ -7,7 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from runtime.kernels_cu.moe_w4 import Config, Dims, Sorted, most_octets, workspace_bytes
+from runtime.kernels_cu.moe_config import Config, Dims
+from runtime.kernels_cu.moe_w4 import Sorted, most_octets, workspace_bytes
 
 
 class Work:

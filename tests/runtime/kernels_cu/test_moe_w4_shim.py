@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from runtime.kernels_cu.moe_w4 import Config, Dims, Params, fill_params, workspace_bytes
+from runtime.kernels_cu.moe_config import Config, Dims
+from runtime.kernels_cu.moe_w4 import Params, fill_params, workspace_bytes
 from runtime.w4 import dequantise, pack
 
 bf16 = ml_dtypes.bfloat16
@@ -61,6 +62,7 @@ class Layer:
         d = self.dims
         room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(d, config).items()}
         at = {name: address(a) for name, a in room.items()}
+        room["halves_done"][:] = 0
         at |= {"w13": address(self.w13.data), "w2": address(self.w2.data), "x": address(self.x)}
         params, work = fill_params(d, config, at, (self.w13.exponent, self.w2.exponent))
         out = np.full((d.M, d.H), np.nan, bf16)
@@ -91,7 +93,12 @@ CASES = [
     (WIDE, Config(octets=2, groups=2, stages=3, blocks=1, rows13=2, rows2=4)),
     (WIDE, Config(octets=1, groups=1, stages=3, blocks=1, rows13=2, rows2=1)),
     (WIDE, Config(octets=2, groups=1, stages=3, blocks=1, rows13=1, rows2=4, splits=2)),
-    (Dims(M=1, E=4, H=256, F=128, top_k=3), Config(octets=1, groups=1, warps=8, stages=3, blocks=1, rows13=1, rows2=2, splits=2, token_rows=1)),
+    (
+        Dims(M=1, E=4, H=256, F=128, top_k=3),
+        Config(octets=1, groups=1, warps=8, stages=3, blocks=1, rows13=1, rows2=2, splits=2, token_rows=1),
+    ),
+    (WIDE, Config(octets=1, groups=1, stages=3, blocks=1, rows13=2, rows2=1, splits13=2, claim=2)),
+    (WIDE, Config(octets=2, groups=1, stages=2, blocks=1, rows13=1, rows2=1, splits13=4, splits=2, claim=4)),
     (Dims(M=2, E=3, H=64, F=32, top_k=3), Config(octets=1, groups=2, stages=2, blocks=1, rows13=1, rows2=1)),
 ]
 
