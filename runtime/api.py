@@ -14,7 +14,7 @@ from model.chat_template import ChatTemplate
 from model.tokenizer import Tokenizer
 from runtime import loading
 from runtime.config import EngineConfig, SpeculativeConfig
-from runtime.engine import Engine
+from runtime.engine import Engine, QueueFull
 from runtime.speculate import make_speculator
 from runtime.stream import TextStream
 from runtime.types import Emission, InvalidRequest, Request, SamplingParams, TokenLogprob
@@ -245,7 +245,7 @@ class LLM:
         made = [self.loaded.make_requests(str(next(self._ids)), tokens, params) for _, tokens, params in jobs]
         collected = {request.id: _Collected() for group in made for request in group}
         for request in itertools.chain.from_iterable(made):
-            self.loaded.engine.submit(request, collected[request.id].add)
+            self._submit(request, collected[request.id])
         while any(c.last is None or c.last.finish is None for c in collected.values()):
             self.loaded.engine.step()
         return [
@@ -258,6 +258,14 @@ class LLM:
             )
             for (text, tokens, _), group in zip(jobs, made, strict=True)
         ]
+
+    def _submit(self, request: Request, collected: _Collected) -> None:
+        """Queues a request; a full queue is worked off first, so any number of prompts may be given at once."""
+        while True:
+            try:
+                return self.loaded.engine.submit(request, collected.add)
+            except QueueFull:
+                self.loaded.engine.step()
 
 
 def _completion(index: int, request: Request, got: _Collected) -> CompletionOutput:

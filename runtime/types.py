@@ -30,6 +30,8 @@ Array = NDArray[Any]
 
 MAX_LOGPROBS = 20  # OpenAI's ceiling for top_logprobs
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64  # each may become an adjustment of every row while min_tokens holds
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 8
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means argmax
@@ -123,8 +125,10 @@ class SamplingParams:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidRequest("stop", "each stop must be a non-empty string")
+        if any(not isinstance(s, str) or not 0 < len(s) <= MAX_STOP_CHARS for s in self.stop):
+            raise InvalidRequest("stop", f"each stop must be a string of 1 to {MAX_STOP_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest("stop_token_ids", f"{len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest("logit_bias", f"{len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}")
         for token, bias in self.logit_bias.items():

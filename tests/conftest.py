@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+
+# Two workers, or a test and the server it started, share the cores: BLAS threads that wait for each other there made
+# steps of 60 ms take 4 s. Set before NumPy loads its BLAS.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

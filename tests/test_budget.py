@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE_LINES = {".py": 350, ".cu": 900, ".cuh": 350}  # "about 300": a page more is a file to split
+FILE_LINES = {".py": 380, ".cu": 900, ".cuh": 350}  # "about 300"; one model in one file takes the most
 FUNCTION_LINES = 66  # "about 60"
 TEST_FILE_LINES = 400
 DESIGN_LINES = 300

@@ -14,7 +14,7 @@ from runtime.shapes import parse
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md")
 SERVE = "python -m venv .venv && .venv/bin/pip install -e '.[serve]' && .venv/bin/python tools/serve.py"
-TEST = "python -m venv .venv && .venv/bin/pip install -e '.[serve,dev]' && .venv/bin/python -m pytest -q"
+TEST = "python -m venv .venv && .venv/bin/pip install -e '.[serve,dev]' && .venv/bin/python -m pytest -q -n auto --dist loadfile"
 
 
 def read(page: str) -> str:
@@ -60,7 +60,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     script = read(".ci/run")
     extras = re.search(r"pip install -e '(\.\[[^]]+\])'", TEST)
     assert extras and f"-e '{extras[1]}'" in script
-    order = [script.index(step) for step in ("ruff", "mypy", "-m pytest -q")]
+    order = [script.index(step) for step in ("ruff", "mypy", "-m pytest -q -n auto --dist loadfile")]
     assert order == sorted(order)
 
 

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{part}: {len(made.names())} tensors, {made.total_bytes / 1e6:.1f} MB")
             for file in sorted(p for p in part.iterdir() if p.is_file()):
                 print(f"  {file.name:<36} {file.stat().st_size:>12,} B")
-    print(f"\nserve it:  python -m tools.serve {folder}")
+    print(f"\nserve it:  python tools/serve.py {folder}")
     return 0
 
 

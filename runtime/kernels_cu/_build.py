@@ -17,6 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from runtime.env import load_env
+
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -117,7 +119,7 @@ def parse_log(log: str) -> dict[str, Resources]:
 
 def cache_dir() -> Path:
     """$RUNTIME_CACHE_DIR/cubin, else $XDG_CACHE_HOME/runtime/cubin, else ~/.cache/runtime/cubin."""
-    if chosen := os.environ.get("RUNTIME_CACHE_DIR"):
+    if chosen := load_env().cache_dir:
         return Path(chosen) / "cubin"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "runtime" / "cubin"
 

@@ -14,7 +14,7 @@ from runtime.kernels_np.dense import normed
 from runtime.kernels_np.rows import ROW_TILE, f32, product_per_head
 from runtime.types import F32, I32, I64, U64, Array
 
-KEY_TILE = 64
+KEY_TILE = 128
 
 
 def rotate_pairs(x: F32, cos_sin: F32) -> F32:

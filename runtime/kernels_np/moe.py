@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 
 from runtime.kernels_np.dense import gated
-from runtime.kernels_np.rows import f32, product
+from runtime.kernels_np.rows import f32, product, product_each
 from runtime.types import F32, I32, Array
 from runtime.w4 import W4, dequantise
 
@@ -52,13 +52,19 @@ def route(x: Array, w: F32, bias: F32, scale: float, *, expert: I32, weight: F32
 
 def moe_w4(x: Array, expert: I32, weight: F32, w13: Experts, w2: Experts, base: Array, *, out: Array) -> None:
     rows, top_k = expert.shape
-    per_choice = np.empty((rows, top_k, x.shape[1]), np.float32)
-    order = np.argsort(expert, axis=None, kind="stable")
-    sorted_experts = expert.reshape(-1)[order]
-    starts = np.flatnonzero(np.r_[True, sorted_experts[1:] != sorted_experts[:-1]])
-    for begin, end in zip(starts, np.r_[starts[1:], len(order)], strict=True):
-        number = int(sorted_experts[begin])
-        row, choice = np.divmod(order[begin:end], top_k)
-        hidden = gated(product(x[row], w13.matrix(number))).astype(x.dtype)
-        per_choice[row, choice] = product(hidden, w2.matrix(number))
-    out[:] = (per_choice * weight[:, :, None]).sum(axis=1) + f32(base)
+    order = np.argsort(expert, axis=None, kind="stable")  # choices side by side by expert; order // top_k are their rows
+    chosen = expert.reshape(-1)[order]
+    starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
+    runs = list(zip(chosen[starts].tolist(), starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True))
+    taken = f32(x)[order // top_k]
+    gate_up = np.empty((len(order), w13.shape[1]), np.float32)
+    for number, begin, end in runs:
+        product_each(taken[begin:end], w13.matrix(number), out=gate_up[begin:end])
+    hidden = f32(gated(gate_up).astype(x.dtype))
+    down = np.empty((len(order), w2.shape[1]), np.float32)
+    for number, begin, end in runs:
+        product_each(hidden[begin:end], w2.matrix(number), out=down[begin:end])
+    by_row = np.empty_like(down)
+    by_row[order] = down
+    weighted = by_row.reshape(rows, top_k, -1) * weight[:, :, None]
+    out[:] = weighted.sum(axis=1) + f32(base)

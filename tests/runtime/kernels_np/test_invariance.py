@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from runtime.kernels_np import NumpyBackend, dense, mla
 from runtime.kernels_np.moe import Experts
-from runtime.kernels_np.rows import product, product_per_head
+from runtime.kernels_np.rows import product, product_each, product_per_head
 from runtime.w4 import pack
 from tests.plans import ancestors_of, depth_of, page_table, random_parents
 
@@ -15,8 +17,15 @@ ROWS = (1, 2, 7, 8, 9, 17, 33, 100)
 SHAPES = ((1536, 192), (512, 1024), (768, 512), (4096, 512), (256, 512), (512, 128), (32, 512), (64, 128), (7, 33))
 
 
+def one_by_one(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    out = np.empty((len(x), len(w)), np.float32)
+    product_each(x, w, out=out)
+    return out
+
+
+@pytest.mark.parametrize("product", [product, one_by_one])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_product(shape: tuple[int, int]) -> None:
+def test_product(shape: tuple[int, int], product: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
     rng = np.random.default_rng(0)
     w = rng.standard_normal(shape, np.float32)
     row = rng.standard_normal((1, shape[1]), np.float32)
