@@ -98,8 +98,14 @@ class Rig:
 def make_logits(dims: Dims, routing: str, seed: int) -> np.ndarray:
     """[M, E] f32 whose top k is a draw without replacement: uniform, or zipf:s with weight rank**-s and a fixed permutation.
 
-    Gumbel noise on log-weights; a tenth of it, so that the sigmoid keeps the order in float32.
+    A .npy file [calls, rows, E] is taken as it stands. Otherwise Gumbel noise on log-weights; a tenth of it, so that the
+    sigmoid keeps the order in float32.
     """
+    if routing.endswith(".npy"):
+        stored = np.load(routing)
+        if stored.ndim != 3 or stored.shape[1] < dims.M or stored.shape[2] != dims.E:
+            raise ValueError(f"{routing}: logits are {stored.shape}; M = {dims.M}, E = {dims.E} need [calls, rows >= M, E]")
+        return np.ascontiguousarray(stored[seed % len(stored), : dims.M], np.float32)
     rng = np.random.default_rng(1000 + seed)
     logits = rng.gumbel(size=(dims.M, dims.E))
     if routing.startswith("zipf:"):

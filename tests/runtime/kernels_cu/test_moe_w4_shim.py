@@ -10,7 +10,6 @@ import pytest
 
 from runtime.kernels_cu.moe_config import Config, Dims
 from runtime.kernels_cu.moe_w4 import Params, fill_params, workspace_bytes
-from runtime.w4 import dequantise, pack
 
 bf16 = ml_dtypes.bfloat16
 
@@ -19,69 +18,22 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-class Layer:
-    """A random layer, its reference, and a run on the shim."""
-
-    def __init__(self, dims: Dims, seed: int = 0, scale: float = 0.02, dead: tuple[int, ...] = (), one_expert: bool = False) -> None:
-        rng = np.random.default_rng(seed)
-        self.dims = dims
-        self.w13 = pack(*self._matrix(rng, dims.E, 2 * dims.F, dims.H, scale), interleaved=True)
-        self.w2 = pack(*self._matrix(rng, dims.E, dims.H, dims.F, scale))
-        self.x = rng.standard_normal((dims.M, dims.H)).astype(bf16)
-        self.base = rng.standard_normal((dims.M, dims.H)).astype(bf16)
-        self.expert = np.stack([rng.permutation(dims.E)[: dims.top_k] for _ in range(dims.M)]).astype(np.int32)
-        if one_expert:
-            self.expert[:, 0] = 0
-            self.expert[:, 1:] = np.stack([1 + rng.permutation(dims.E - 1)[: dims.top_k - 1] for _ in range(dims.M)])
-        self.weight = rng.random((dims.M, dims.top_k)).astype(np.float32)
-        self.dead = list(dead)
-        self.expert[self.dead] = -1
-        self.x[self.dead] = np.nan
-        self.base[self.dead] = np.nan
-
-    @staticmethod
-    def _matrix(rng, e, n, k, scale):
-        return rng.integers(0, 16, (e, n, k), dtype=np.uint8), (scale * (0.5 + rng.random((e, n, k // 32)))).astype(bf16)
-
-    def reference(self) -> np.ndarray:
-        d = self.dims
-        out = np.full((d.M, d.H), np.nan, np.float32)
-        for m in range(d.M):
-            if m in self.dead:
-                continue
-            total = self.base[m].astype(np.float32)
-            for j, e in enumerate(self.expert[m]):
-                both = dequantise(self.w13, int(e)) @ self.x[m].astype(np.float32)
-                gate, up = both[: d.F], both[d.F :]
-                hidden = (gate / (1 + np.exp(-gate)) * up).astype(bf16).astype(np.float32)
-                total = total + self.weight[m, j] * (dequantise(self.w2, int(e)) @ hidden)
-            out[m] = total
-        return out
-
-    def run(self, get, config: Config, descending: bool = False) -> np.ndarray:
-        d = self.dims
-        room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(d, config).items()}
-        at = {name: address(a) for name, a in room.items()}
-        room["halves_done"][:] = 0
-        at |= {"w13": address(self.w13.data), "w2": address(self.w2.data), "x": address(self.x)}
-        params, work = fill_params(d, config, at, (self.w13.exponent, self.w2.exponent))
-        out = np.full((d.M, d.H), np.nan, bf16)
-        moe, route = get("moe_entry.cu", config.defines()), get("route_entry.cu", {"MAX_EXPERTS": 128})
-        assert moe.cpu_params_bytes() == ctypes.sizeof(Params)
-        chosen = [ctypes.c_void_p(address(a)) for a in (self.expert, self.weight)]
-        route.cpu_moe_sort(*chosen, d.M * d.top_k, d.E, ctypes.byref(work), int(descending))
-        moe.cpu_moe_w4(ctypes.byref(params), ctypes.c_size_t(config.smem_bytes()), int(descending))
-        pointers = [ctypes.c_void_p(a) for a in (at["part"], address(self.expert), address(self.base), address(out))]
-        moe.cpu_moe_combine(d.M, *pointers, d.top_k, config.splits, d.H)
-        return out.astype(np.float32)
-
-
-def error(got: np.ndarray, want: np.ndarray) -> float:
-    """Relative L2 error; infinite where the NaNs differ."""
-    if not np.array_equal(np.isnan(got), np.isnan(want)):
-        return float("inf")
-    live = ~np.isnan(want)
-    return float(np.linalg.norm(got[live] - want[live]) / np.linalg.norm(want[live]))
+def run(layer, get, config: Config, descending: bool = False) -> np.ndarray:
+    d = layer.dims
+    room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(d, config).items()}
+    at = {name: address(a) for name, a in room.items()}
+    room["halves_done"][:] = 0
+    at |= {"w13": address(layer.w13.data), "w2": address(layer.w2.data), "x": address(layer.x)}
+    params, work = fill_params(d, config, at, (layer.w13.exponent, layer.w2.exponent))
+    out = np.full((d.M, d.H), np.nan, bf16)
+    moe, route = get("moe_entry.cu", config.defines()), get("route_entry.cu", {"MAX_EXPERTS": 128})
+    assert moe.cpu_params_bytes() == ctypes.sizeof(Params)
+    chosen = [ctypes.c_void_p(address(a)) for a in (layer.expert, layer.weight)]
+    route.cpu_moe_sort(*chosen, d.M * d.top_k, d.E, ctypes.byref(work), int(descending))
+    moe.cpu_moe_w4(ctypes.byref(params), ctypes.c_size_t(config.smem_bytes()), int(descending))
+    pointers = [ctypes.c_void_p(a) for a in (at["part"], address(layer.expert), address(layer.base), address(out))]
+    moe.cpu_moe_combine(d.M, *pointers, d.top_k, config.splits, d.H)
+    return out.astype(np.float32)
 
 
 TINY = Dims(M=3, E=5, H=128, F=64, top_k=2)
@@ -105,40 +57,40 @@ CASES = [
 
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(("dims", "config"), CASES)
-def test_layer_matches_dense_reference(shim, dims, config, descending):
-    layer = Layer(dims)
-    assert error(layer.run(shim, config, descending), layer.reference()) < 5e-3
+def test_layer_matches_dense_reference(shim, make_layer, layer_error, dims, config, descending):
+    layer = make_layer(dims)
+    assert layer_error(run(layer, shim, config, descending), layer.reference()) < 5e-3
 
 
-def test_dead_rows_write_nothing_and_reach_nobody(shim):
-    layer = Layer(WIDE, seed=1, dead=(0, 5, 10))
-    got = layer.run(shim, CASES[3][1])
+def test_dead_rows_write_nothing_and_reach_nobody(shim, make_layer, layer_error):
+    layer = make_layer(WIDE, seed=1, dead=(0, 5, 10))
+    got = run(layer, shim, CASES[3][1])
     assert np.isnan(got[[0, 5, 10]]).all()
-    assert error(got, layer.reference()) < 5e-3
+    assert layer_error(got, layer.reference()) < 5e-3
 
 
-def test_an_expert_with_more_rows_than_a_chunk(shim):
-    layer = Layer(Dims(M=19, E=4, H=128, F=64, top_k=2), seed=2, one_expert=True)
-    assert error(layer.run(shim, CASES[0][1]), layer.reference()) < 5e-3
+def test_an_expert_with_more_rows_than_a_chunk(shim, make_layer, layer_error):
+    layer = make_layer(Dims(M=19, E=4, H=128, F=64, top_k=2), seed=2, one_expert=True)
+    assert layer_error(run(layer, shim, CASES[0][1]), layer.reference()) < 5e-3
 
 
-def test_large_scales_use_the_exponent(shim):
-    layer = Layer(TINY, seed=3, scale=0.3)
+def test_large_scales_use_the_exponent(shim, make_layer, layer_error):
+    layer = make_layer(TINY, seed=3, scale=0.3)
     assert layer.w13.exponent > 0 and layer.w2.exponent > 0
-    assert error(layer.run(shim, CASES[0][1]), layer.reference()) < 5e-3
+    assert layer_error(run(layer, shim, CASES[0][1]), layer.reference()) < 5e-3
 
 
-def test_rows_do_not_depend_on_their_company(shim):
+def test_rows_do_not_depend_on_their_company(shim, make_layer, layer_error):
     """The same token alone and among others, in another chunk size: bit for bit."""
-    layer = Layer(WIDE, seed=4)
-    alone = Layer(WIDE, seed=4, dead=tuple(m for m in range(11) if m != 7))
+    layer = make_layer(WIDE, seed=4)
+    alone = make_layer(WIDE, seed=4, dead=tuple(m for m in range(11) if m != 7))
     config = Config(octets=2, groups=2, stages=3, blocks=1, rows13=2, rows2=4)
-    np.testing.assert_array_equal(alone.run(shim, config)[7], layer.run(shim, config)[7])
+    np.testing.assert_array_equal(run(alone, shim, config)[7], run(layer, shim, config)[7])
 
 
 @pytest.mark.parametrize("fault", ["code", "scale", "weight", "expert", "base"])
-def test_a_fault_shows(shim, fault):
-    layer = Layer(TINY, seed=5)
+def test_a_fault_shows(shim, make_layer, layer_error, fault):
+    layer = make_layer(TINY, seed=5)
     want = layer.reference()
     if fault == "code":
         layer.w13.data[layer.expert[0, 0], 0, 0, :512] ^= 0x44
@@ -150,4 +102,4 @@ def test_a_fault_shows(shim, fault):
         layer.expert[0, 0] = (layer.expert[0].sum() + 1) % 5
     else:
         layer.base[0] *= np.array(1.05, bf16)
-    assert error(layer.run(shim, CASES[0][1]), want) > 8e-3
+    assert layer_error(run(layer, shim, CASES[0][1]), want) > 8e-3
