@@ -8,6 +8,7 @@ import os
 # Two workers, or a test and the server it started, share the cores: BLAS threads that wait for each other there made
 # steps of 60 ms take 4 s. Set before NumPy loads its BLAS.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("RUNTIME_CHECK_SHAPES", "1")  # tests look at every op call
 
 import numpy as np
 import pytest
