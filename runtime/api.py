@@ -84,7 +84,7 @@ def load(
     if dtype not in loading.DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
     activations = loading.DTYPES[dtype]
-    speculative = SpeculativeConfig.parse(speculative_config)
+    speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config))
     source = loading.open_source(model, speculative)
     given: dict[str, Any] = {"block_size": block_size, "max_num_queued_reqs": max_num_queued_reqs}
     config = EngineConfig(

@@ -12,6 +12,7 @@ from typing import Any
 
 MAX_TREE_BUDGET = 1023  # nodes a stream; with the root 16 words of ancestor bits a row
 MAX_DRAFT_DEPTH = 64
+DEFAULT_TREE_BUDGET = 16
 METHODS = ("ddtree", "dflash", "none")
 
 
@@ -85,7 +86,7 @@ class SpeculativeConfig:
     method: str = "none"
     model: str | None = None  # drafter folder; None: the one that came with the target
     num_speculative_tokens: int | None = None  # greatest depth; None: the drafter's
-    tree_budget: int = 16  # nodes a stream, the root not counted
+    tree_budget: int | None = None  # nodes a stream, the root not counted; None: what suits the backend
     draft_rope_attention_factor: float | None = None  # factor on the drafter's cos and sin; None: from its config
     draft_top_k: int | None = None  # choices a depth; None: as many as the executor gives
 
@@ -96,7 +97,8 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config.model: {self.model!r} is not a path")
         if self.num_speculative_tokens is not None:
             _check_int("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_DEPTH)
-        _check_int("speculative_config.tree_budget", self.tree_budget, 1, MAX_TREE_BUDGET)
+        if self.tree_budget is not None:
+            _check_int("speculative_config.tree_budget", self.tree_budget, 1, MAX_TREE_BUDGET)
         factor = self.draft_rope_attention_factor
         if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf):
             raise ValueError(f"speculative_config.draft_rope_attention_factor: {factor!r} is not a number above 0")

@@ -5,6 +5,7 @@ Lives beside `runtime.api` at the top: the only place that knows model, backend 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.env import load_env
 from runtime.executor import Executor
 from runtime.kernels_np import NumpyBackend
+from runtime.kernels_np.rows import ROW_TILE
 from runtime.launch import ThreadRanks
 from runtime.plan import PlanLayout
 from runtime.types import SamplingParams
@@ -93,6 +95,13 @@ def fit_config(config: EngineConfig, source: Source, activations: str) -> Engine
         wanted = config.max_num_seqs * -(-length // config.block_size) + 1
         pages = max(2, min(wanted, CACHE_BYTES // (token * config.block_size)))
     return config.replace(max_model_len=length, num_pages=pages)
+
+
+def fit_speculation(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Chooses a tree for this backend where the user chose none: with its root it fills one tile of rows, which cost as much as one."""
+    if config.method != "ddtree" or config.tree_budget is not None:
+        return config
+    return dataclasses.replace(config, tree_budget=ROW_TILE - 1)
 
 
 def make_executor(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from runtime.config import SpeculativeConfig
+from runtime.config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from runtime.executor import Executor
 from runtime.stats import EngineStats
 from runtime.tree import chain, grow
@@ -93,7 +93,7 @@ class TreeSpeculation:
         self._chain = config.method == "dflash"
         self._top_k = config.draft_top_k
         self.depth = wanted or available
-        self.nodes = self.depth if self._chain else config.tree_budget
+        self.nodes = self.depth if self._chain else config.tree_budget or DEFAULT_TREE_BUDGET
 
     def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
         """One draft call for all roots, also when there is none but taps are due."""

@@ -29,7 +29,7 @@ from tools.bench_targets import EngineTarget, HttpTarget, Question, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ROOT / "tests" / "fixtures" / "heldout_prompts.json"
-METHODS = f"{BASELINE},dflash:7,ddtree:8,ddtree:16,ddtree:32"
+METHODS = f"{BASELINE},dflash:7,ddtree:7,ddtree:8,ddtree:16,ddtree:32"
 
 HELP = """\
 Generates the same answers with several speculation methods and reports tokens/s, the speed-up over no speculation in the same run,

@@ -18,8 +18,8 @@ def test_no_speculation_unless_asked_for() -> None:
 
 
 def test_forms_of_one_configuration_are_equal() -> None:
-    want = SpeculativeConfig(method="ddtree", tree_budget=16)
-    for given in ("ddtree", {}, {"method": "ddtree"}, '{"method": "ddtree", "tree_budget": 16}', want):
+    want = SpeculativeConfig(method="ddtree")
+    for given in ("ddtree", {}, {"method": "ddtree"}, '{"method": "ddtree", "tree_budget": null}', want):
         assert parse(given) == want, given
 
 
