@@ -157,8 +157,8 @@ def compare_published(shape: Shape, hw: Hardware) -> str:
         lines.append(f"  M = {row.M:3d}: published {ours:.3f}, predicted {row.ms:.3f} ({off}), published rate {rates[-1]:.2f} TB/s")
     low, high = min(rates) * 1e12 / hw.read_bps, max(rates) * 1e12 / hw.read_bps
     lines.append(
-        f"  so that table's kernel streams {low:.2f} to {high:.2f} of its card's datasheet rate where 0.94 is assumed here; its growth from "
-        "M = 1 to 90 is the distinct experts', the last step (90 to 256) is steeper: experts with more rows than a tile are read again"
+        f"  so that table's kernel streams {low:.2f} to {high:.2f} of its card's datasheet rate where 0.94 is assumed here; its growth "
+        "from M = 1 to 90 is the distinct experts', the last step (90 to 256) is steeper: experts with more rows than a tile are read again"
     )
     return "\n".join(lines)
 

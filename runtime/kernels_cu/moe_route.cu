@@ -72,22 +72,38 @@ __device__ __forceinline__ uint32_t exclusive_sum(Shared& sh, uint32_t mine, uin
 __device__ __forceinline__ void clear_counts(Shared& sh) {
   for (int e = threadIdx.x; e < MAX_EXPERTS; e += kThreads) sh.count[e] = 0;
 }
-// Calls act(i, expert[i]) for every choice. Eight loads are in flight at once: `act` has atomics, over which the compiler moves
-// no load (one block sorts 8192 choices, so latencies would add up).
-template <class Act>
-__device__ __forceinline__ void for_choices(const int* expert, int choices, Act act) {
-  constexpr int BATCH = 8;
-  for (int i0 = threadIdx.x; i0 < choices; i0 += BATCH * kThreads) {
-    int e[BATCH];
+// Choices are taken eight a thread: eight loads in flight, then eight atomics, then eight stores. One block sorts 8192 choices,
+// so latencies would add up (the compiler moves no load over an atomic).
+constexpr int kBatch = 8;
+__device__ __forceinline__ void load_batch(const int* expert, int choices, int i0, int (&e)[kBatch]) {
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) e[b] = i0 + b * kThreads < choices ? expert[i0 + b * kThreads] : -1;
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b)
-      if (e[b] >= 0) act(i0 + b * kThreads, e[b]);
-  }
+  for (int b = 0; b < kBatch; ++b) e[b] = i0 + b * kThreads < choices ? expert[i0 + b * kThreads] : -1;
 }
 __device__ __forceinline__ void count_choices(Shared& sh, const int* expert, int choices) {
-  for_choices(expert, choices, [&](int, int e) { atomicAdd(&sh.count[e], 1); });
+  for (int i0 = threadIdx.x; i0 < choices; i0 += kBatch * kThreads) {
+    int e[kBatch];
+    load_batch(expert, choices, i0, e);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      if (e[b] >= 0) atomicAdd(&sh.count[e[b]], 1);
+  }
+}
+__device__ __forceinline__ void place_choices(Shared& sh, const Sorted& s, const int* expert, const float* weight, int choices) {
+  for (int i0 = threadIdx.x; i0 < choices; i0 += kBatch * kThreads) {
+    int e[kBatch], at[kBatch];
+    float w[kBatch];
+    load_batch(expert, choices, i0, e);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) w[b] = e[b] >= 0 ? weight[i0 + b * kThreads] : 0.f;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) at[b] = e[b] >= 0 ? atomicAdd(&sh.next[e[b]], 1) : 0;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      if (e[b] >= 0) {
+        s.choice[at[b]] = i0 + b * kThreads;
+        s.weight[at[b]] = w[b];
+      }
+  }
 }
 
 // Writes the work list from the counts and the choices (in global or shared memory).
@@ -115,11 +131,7 @@ __device__ __forceinline__ void sort_choices(Shared& sh, const Sorted& s, const 
   }
   if (tid == 0) { *s.total = base >> kChunkBit; *s.octets = (base & ((1u << kChunkBit) - 1)) / 8; *s.claim = 0; }
   __syncthreads();
-  for_choices(expert, choices, [&](int i, int e) {
-    const int n = atomicAdd(&sh.next[e], 1);
-    s.choice[n] = i;
-    s.weight[n] = weight[i];
-  });
+  place_choices(sh, s, expert, weight, choices);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) moe_sort(const int* expert, const float* weight, int choices, int E, const __grid_constant__ Sorted s) {

@@ -84,6 +84,10 @@ struct Item {           // what the weight warp tells the others; steps = 0: the
   int steps, phase, tile, chunk, row0, rows, expert, split;
 };
 
+// wgmma builds do without splits: their chunks are many, and the registers are wanted elsewhere.
+__device__ __forceinline__ int splits_of(const Phase& ph) { return USE_WGMMA ? 1 : ph.splits; }
+__device__ __forceinline__ int split_of(const Item& it) { return USE_WGMMA ? 0 : it.split; }
+
 // Shared memory's head: barriers of the ring, then a queue of items that the weight warp fills ahead of time.
 constexpr int kQueue = 8;
 __device__ __forceinline__ smem_t at_full(smem_t base, int s) { return base + 8 * s; }
@@ -151,19 +155,19 @@ __device__ __forceinline__ Item decode(const Params& p, int i, const Plan& plan,
   it.row0 = c.y;
   it.rows = c.z;
   const Phase& ph = p.phase[it.phase];
-  if (ph.splits > 1) {
-    it.split = it.tile % ph.splits;
-    it.tile /= ph.splits;
+  if (splits_of(ph) > 1) {
+    it.split = it.tile % splits_of(ph);
+    it.tile /= splits_of(ph);
   }
-  it.steps = (ph.groups / ph.splits + ph.wk * GW - 1) / (ph.wk * GW);
+  it.steps = (ph.groups / splits_of(ph) + ph.wk * GW - 1) / (ph.wk * GW);
   it.tile *= ph.batch;
   return it;
 }
 
 __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int lane) {
   Plan plan;
-  plan.tiles0 = p.phase[0].strips / p.phase[0].wn / p.phase[0].batch * p.phase[0].splits;
-  plan.tiles1 = p.phase[1].strips / p.phase[1].wn / p.phase[1].batch * p.phase[1].splits;
+  plan.tiles0 = p.phase[0].strips / p.phase[0].wn / p.phase[0].batch * splits_of(p.phase[0]);
+  plan.tiles1 = p.phase[1].strips / p.phase[1].wn / p.phase[1].batch * splits_of(p.phase[1]);
   const int guess = blockIdx.x / plan.tiles0;           // read beside the total, not after it
   const int4 c = p.chunks[least(guess, p.most_chunks - 1)];
   plan.chunks = *p.total;
@@ -181,7 +185,7 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
     const Phase& ph = p.phase[it.phase];
     const int span = ph.wk * GW, strip_stage = span * kUnit;
     const size_t strip_bytes = (size_t)ph.groups * kUnit;
-    const int split_groups = ph.groups / ph.splits;
+    const int split_groups = ph.groups / splits_of(ph);
     const uint8_t* src = ph.w + ((size_t)it.expert * ph.strips + (size_t)it.tile * ph.wn) * strip_bytes + (size_t)it.split * split_groups * kUnit;
 #if MERGED
     if (it.phase) {                                       // long done, except about where the products meet
@@ -244,7 +248,7 @@ __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int 
     const Phase& ph = p.phase[it.phase];
     const int span = ph.wk * GW;
     const size_t row_bytes = (size_t)ph.groups * 64;
-    const int split_groups = ph.groups / ph.splits;
+    const int split_groups = ph.groups / splits_of(ph);
     if (it.phase) {
       wait_count(p.ready + it.chunk, p.phase[0].strips * (4 / FJ));
       fence_async_proxy();                                // hidden was stored by ordinary stores, bulk copies read it
@@ -333,7 +337,7 @@ __device__ __forceinline__ void add_slices(Tile<NB>& acc, const Params& p, smem_
 template <int NB>
 __device__ __forceinline__ bool join_splits(Tile<NB>& acc, const Params& p, const Phase& ph, const Item& it, const Place& me) {
   const int at = it.chunk * ph.strips + it.tile * ph.wn + me.strip;
-  float* sums = p.halves + (size_t)at * ph.splits * (NB_MAX * 512) + me.lane * 4;
+  float* sums = p.halves + (size_t)at * splits_of(ph) * (NB_MAX * 512) + me.lane * 4;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -347,15 +351,15 @@ __device__ __forceinline__ bool join_splits(Tile<NB>& acc, const Params& p, cons
   int done = 0;
   if (me.lane == 0) {
     done = atomicAdd(p.halves_done + at, 1);
-    if (done == ph.splits - 1) p.halves_done[at] = 0;
+    if (done == splits_of(ph) - 1) p.halves_done[at] = 0;
   }
-  if (__shfl_sync(0xffffffffu, done, 0) != ph.splits - 1) return false;
+  if (__shfl_sync(0xffffffffu, done, 0) != splits_of(ph) - 1) return false;
   __threadfence();
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int b = 0; b < NB; ++b)
-      for (int n = 0; n < ph.splits; ++n) {
+      for (int n = 0; n < splits_of(ph); ++n) {
         const uint4 v = ldg128_cg(sums + n * (NB_MAX * 512) + (j * NB + b) * 128);
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[j][b][i] = (n ? acc[j][b][i] : 0.f) + __uint_as_float(comp(v, i));
@@ -371,7 +375,7 @@ __device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, co
   for (int k = 0; k < steps; ++k) {
     bar_wait(at_full(base, at.slot), at.phase);
     const smem_t stage = base + p.stages_at + at.slot * p.stage_bytes;
-    const int mine = least(span, ph.groups / ph.splits - k * span) - me.slice * GW;
+    const int mine = least(span, ph.groups / splits_of(ph) - k * span) - me.slice * GW;
     if (mine >= GW) {
 #pragma unroll (NB <= 2 ? GW : 2)
       for (int q = 0; q < GW; ++q) multiply<NB>(acc, stage + weights_at + q * kUnit, stage + tokens_at + q * 64, row_stage, me.lane, ph.shift);
@@ -487,7 +491,7 @@ __device__ __forceinline__ void store_part(Tile<NB>& acc, const Params& p, const
         float& weight = to.weight[EARLY ? b : 0][h];
         if (!EARLY) fetch_place(p, it, b * 8 + 2 * c + h, choice, weight);
         const float factor = weight * ph.factor;
-        const size_t o = ((size_t)it.split * p.choices + choice) * p.part_row + first;
+        const size_t o = ((size_t)split_of(it) * p.choices + choice) * p.part_row + first;
 #pragma unroll
         for (int j = 0; j < FJ; ++j)
 #pragma unroll
@@ -544,7 +548,7 @@ __device__ __forceinline__ void run_item(const Params& p, int steps, int phase, 
   heard(base, queue, lane);
   if (me.slice) return;
 #if !USE_WGMMA
-  if (phase == 0 && ph.splits > 1 && !join_splits<NB>(acc, p, ph, it, me)) return;
+  if (phase == 0 && splits_of(ph) > 1 && !join_splits<NB>(acc, p, ph, it, me)) return;
 #endif
   if (phase) store_part<NB, kEarly>(acc, p, ph, it, me, to);
   else store_hidden<NB>(acc, p, ph, it, me);

@@ -16,13 +16,13 @@ DIMS = Dims(M=37, E=12, H=512, F=256, top_k=4)
 PORTABLE = [
     Config(octets=1, stages=3),
     Config(octets=1, stages=3, rows13=2, rows2=1, splits13=2),
-    Config(octets=2, stages=3, rows13=1, rows2=4, splits=2),
+    Config(octets=2, stages=3, blocks=1, rows13=1, rows2=4, splits=2),
     Config(octets=4, stages=3, blocks=1, float_parts=False),
     Config(octets=1, groups=2, warps=8, stages=3, rows13=8, rows2=8),
 ]
 HOPPER = [
     Config(octets=2, groups=2, stages=5, blocks=3, wgmma=True, merged=True),
-    Config(octets=3, stages=3, blocks=2, wgmma=True, merged=True, batch=2, float_parts=False),
+    Config(octets=3, stages=3, blocks=2, wgmma=True, merged=True, batch=2, fewest=2, float_parts=False),
     Config(octets=4, stages=3, blocks=1, warps=8, rows13=8, rows2=8, wgmma=True, wide=True, batch=2, fewest=3),
     Config(octets=12, stages=3, blocks=1, warps=8, wgmma=True, wide=True, fragments=2, batch=2, fewest=6),
 ]
