@@ -159,6 +159,8 @@ class Config:
         for name, splits, groups in (("splits13", self.splits13, dims.groups[0]), ("splits", self.splits, dims.groups[1])):
             if splits < 1 or groups % splits or (splits > 1 and self.wgmma):
                 raise ValueError(f"{self}: {name} = {splits} must divide {groups} groups of K; mma.sync only")
+        if self.claim > 1 and self.wgmma:
+            raise ValueError(f"{self}: claim = {self.claim}; mma.sync only")
         if self.claim < 1 or dims.strips[1] // self.rows2 % self.claim:
             raise ValueError(f"{self}: claim = {self.claim} must divide the {dims.strips[1] // self.rows2} tiles of the down product")
         if self.token_rows and (self.wgmma or not min(dims.M, self.chunk_rows) <= self.token_rows <= self.chunk_rows):

@@ -31,6 +31,9 @@ static_assert(NB_MIN >= 1 && NB_MIN <= NB_MAX, "");
 #ifndef WIDE
 #define WIDE 0
 #endif
+#ifndef EVERY_LANE_ARRIVES    // for racecheck, which does not follow a __syncwarp before one lane's arrival
+#define EVERY_LANE_ARRIVES 0
+#endif
 #ifndef JB
 #define JB 1
 #endif
@@ -84,8 +87,9 @@ struct Item {           // what the weight warp tells the others; steps = 0: the
   int steps, phase, tile, chunk, row0, rows, expert, split;
 };
 
-// wgmma builds do without splits: their chunks are many, and the registers are wanted elsewhere.
+// wgmma builds do without splits and joint claims: their chunks are many, and the registers are wanted elsewhere.
 __device__ __forceinline__ int splits_of(const Phase& ph) { return USE_WGMMA ? 1 : ph.splits; }
+__device__ __forceinline__ int batch_of(const Phase& ph) { return USE_WGMMA ? 1 : ph.batch; }
 __device__ __forceinline__ int split_of(const Item& it) { return USE_WGMMA ? 0 : it.split; }
 
 // Shared memory's head: barriers of the ring, then a queue of items that the weight warp fills ahead of time.
@@ -106,6 +110,12 @@ template <int LENGTH> struct Cursor {  // a position in a ring
 using Ring = Cursor<STAGES>;
 using Queue = Cursor<kQueue>;
 
+// A warp is done with a stage or an item: its lanes have met, one arrives for all.
+constexpr int kLaneArrivals = EVERY_LANE_ARRIVES ? 32 : 1;
+__device__ __forceinline__ void leave(smem_t barrier, int lane) {
+  if (lane < kLaneArrivals) bar_arrive(barrier);
+}
+
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
 
 // Waits for the next item and reads it. Once a warp has heard it, its place may be used again.
@@ -115,7 +125,7 @@ __device__ __forceinline__ Item read_item(smem_t base, const Queue& at) {
 }
 __device__ __forceinline__ void heard(smem_t base, Queue& at, int lane) {
   __syncwarp();
-  if (lane == 0) bar_arrive(at_heard(base, at.slot));
+  leave(at_heard(base, at.slot), lane);
   at.next();
 }
 __device__ __forceinline__ Item hear(smem_t base, Queue& at, int lane) {
@@ -160,14 +170,14 @@ __device__ __forceinline__ Item decode(const Params& p, int i, const Plan& plan,
     it.tile /= splits_of(ph);
   }
   it.steps = (ph.groups / splits_of(ph) + ph.wk * GW - 1) / (ph.wk * GW);
-  it.tile *= ph.batch;
+  it.tile *= batch_of(ph);
   return it;
 }
 
 __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int lane) {
   Plan plan;
-  plan.tiles0 = p.phase[0].strips / p.phase[0].wn / p.phase[0].batch * splits_of(p.phase[0]);
-  plan.tiles1 = p.phase[1].strips / p.phase[1].wn / p.phase[1].batch * splits_of(p.phase[1]);
+  plan.tiles0 = p.phase[0].strips / p.phase[0].wn / batch_of(p.phase[0]) * splits_of(p.phase[0]);
+  plan.tiles1 = p.phase[1].strips / p.phase[1].wn / batch_of(p.phase[1]) * splits_of(p.phase[1]);
   const int guess = blockIdx.x / plan.tiles0;           // read beside the total, not after it
   const int4 c = p.chunks[least(guess, p.most_chunks - 1)];
   plan.chunks = *p.total;
@@ -176,7 +186,7 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
   Queue queue{0, 1};
   Item it = decode(p, blockIdx.x, plan, c, guess < p.most_chunks ? guess : -1);
   tell(base, queue, it, lane);
-  int left = p.phase[it.phase].batch, claimed = 0;        // tiles of this claim, this one included
+  int left = batch_of(p.phase[it.phase]), claimed = 0;        // tiles of this claim, this one included
   bool asked = false;
   while (it.steps) {
     // The next claim is made a few stages before this one ends: late enough that no block sits on work while others have
@@ -221,7 +231,7 @@ __device__ __forceinline__ void stream_weights(const Params& p, smem_t base, int
           ++next.tile;
         } else {
           next = decode(p, __shfl_sync(0xffffffffu, claimed, 0), plan, c, -1);
-          left = p.phase[next.phase].batch;
+          left = batch_of(p.phase[next.phase]);
           asked = false;
         }
         tell(base, queue, next, lane);
@@ -384,7 +394,7 @@ __device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, co
       for (int q = 0; q < mine; ++q) multiply<NB>(acc, stage + weights_at + q * kUnit, stage + tokens_at + q * 64, row_stage, me.lane, ph.shift);
     }
     __syncwarp();
-    if (me.lane == 0) bar_arrive(at_empty(base, at.slot));
+    leave(at_empty(base, at.slot), me.lane);
     at.next();
   }
 }
@@ -429,14 +439,14 @@ __device__ __forceinline__ void multiply_item(Tile<NB>& acc, const Params& p, co
         if (n % FJ == 0) next_scales = load_scales(nq);
       }
       wgmma_wait<1>();                                    // the batch before this one is done, and with it the stage before
-      if (t == 0 && k > 0 && me.lane == 0) bar_arrive(at_empty(base, before));
+      if (t == 0 && k > 0) leave(at_empty(base, before), me.lane);
       if (last) { codes = next_codes; scales = next_scales; }
     }
     before = at.slot;
     at.next();
   }
   wgmma_wait<0>();
-  if (me.lane == 0) bar_arrive(at_empty(base, before));
+  leave(at_empty(base, before), me.lane);
 }
 #endif
 
@@ -600,11 +610,11 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       bar_init(at_full(base, s), MERGED ? 1 : 2 * copies_arrivals);
-      bar_init(at_empty(base, s), CW);
+      bar_init(at_empty(base, s), CW * kLaneArrivals);
     }
     for (int q = 0; q < kQueue; ++q) {
       bar_init(at_told(base, q), 1);
-      bar_init(at_heard(base, q), CW + (MERGED ? 0 : 1));
+      bar_init(at_heard(base, q), (CW + (MERGED ? 0 : 1)) * kLaneArrivals);
     }
     bar_init_fence();
   }

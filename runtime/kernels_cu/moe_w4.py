@@ -158,7 +158,7 @@ def layer_launches(
     )  # fmt: skip
     if not config.wgmma:
         return [first, main, last]
-    slices = -(-dims.H // 1024) if dims.M <= 512 else 1  # a block walks its octet's inputs where octets alone fill the device
+    slices = -(-dims.H // 1024)  # 8 pieces a thread, all in flight
     pack = Launch(
         f["moe_pack"], (slices, most_octets(dims), 1), (128, 1, 1), 0,
         (ptr(at["x"]), ptr(at["choice"]), ptr(at["octets"]), ptr(at["packed"]), i32(dims.top_k), i32(dims.H)), keep=keep,
