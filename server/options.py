@@ -91,8 +91,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="drafter's folder (default: MODEL/drafter)",
     )
     group.add_argument("--spec-tokens", dest="spec_tokens", type=int, metavar="N", help="greatest depth (default: the drafter's)")
-    budget_help = "nodes of a tree, the root not counted (default: what suits the backend; ddtree only)"
-    group.add_argument("--tree-budget", type=int, metavar="N", help=budget_help)
+    group.add_argument("--tree-budget", type=int, metavar="N", help="nodes of a tree without its root (default: what suits the backend)")
 
 
 def model_of(args: argparse.Namespace) -> str:

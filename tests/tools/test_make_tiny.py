@@ -27,7 +27,7 @@ def test_writes_what_the_options_say(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{folder}: {len(ckpt.names())} tensors, {ckpt.total_bytes / 1e6:.1f} MB" in said and "drafter: 25 tensors" in said
     for path in [*folder.iterdir(), *(folder / "drafter").iterdir()]:
         assert path.is_dir() or re.search(rf"{re.escape(path.name)} +{path.stat().st_size:,} B", said)
-    assert said.endswith(f"python -m tools.serve {folder}\n")
+    assert said.endswith(f"python tools/serve.py {folder}\n")
 
 
 def test_flat_without_drafter(tmp_path: Path) -> None:
