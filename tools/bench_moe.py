@@ -7,7 +7,8 @@
 
 Weights are filled on the GPU in seconds. Each M is checked against plain kernels first: a wrong kernel gets no time. A
 layer is routing from logits, sorting, both products, silu * up, the weighted sum and the shared expert's addition, in a
-CUDA graph over rotating routings. Share = bytes of the distinct experts / time / the best read rate of the same run.
+CUDA graph over rotating routings. ms is the median of the first replays after a cool-down, `sustained` the median from half
+a second on. Share = bytes of the distinct experts / time / the best read rate of the same run.
 Without a GPU it says so and prints the predicted curve.
 """
 
@@ -52,7 +53,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="append a record a row")
     parser.add_argument("--resume", action="store_true", help="skip the rows that --json holds already")
     parser.add_argument("--plot", type=Path, help="write an SVG")
-    parser.add_argument("--seconds", type=float, default=0.5, help="timing budget of a row")
     parser.add_argument("--calls", type=int, help="routings in a graph (default: 24 to M = 16, 8 to 256, 4 above)")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     parser.add_argument("--hardware", default="", help=f"for predictions and floors: {', '.join(HARDWARE)}")
@@ -110,8 +110,8 @@ def measure(options: argparse.Namespace, shape: Shape, sizes: list[int]) -> tupl
     from tools.moe_rig import MAX_ERROR, LayerCase, Rig, describe, gpu_name
 
     rig = Rig()
+    read_bps = rig.read_bps()
     weights = rig.make_weights(Dims(1, shape.E, shape.H, shape.F, shape.k))
-    read_bps = rig.read_bps(weights.w13)
     source = provenance(options.commit)
     key = {"shape": options.shape, "tp": options.tp, "routing": options.routing, "gpu": source["gpu"]}
     known = finished_rows(options.json, key) if options.resume else {}
@@ -130,17 +130,17 @@ def measure(options: argparse.Namespace, shape: Shape, sizes: list[int]) -> tupl
         if not error < MAX_ERROR:
             tqdm.write(f"{m:6d}  WRONG: relative error {error:.2e} with {describe(config)}; not timed")
             continue
-        p10, ms, p90 = case.time_ms(config, options.seconds)
-        experts = case.experts()
-        row = Row(m, ms, experts, experts * case.dims.expert_bytes / 1e9)
+        timing, experts = case.timing(config), case.experts()
+        row = Row(m, timing.p50, experts, experts * case.dims.expert_bytes / 1e9)
         rows.append(row)
-        tqdm.write(format_row(row, shape, read_bps, note_of(m)) + f"  [{describe(config)}; {why}]")
+        tqdm.write(format_row(row, shape, read_bps, note_of(m)) + f"  sustained {timing.sustained:.4f} ms  [{describe(config)}; {why}]")
         if options.json:
             record = {
-                "schema": 1, **key, "M": m, "ms": round(ms, 5), "ms_p10": round(p10, 5), "ms_p90": round(p90, 5), "experts": experts,
+                "schema": 1, **key, "M": m, "ms": round(timing.p50, 5), "ms_p10": round(timing.p10, 5),
+                "ms_p90": round(timing.p90, 5), "ms_sustained": round(timing.sustained, 5), "experts": experts,
                 "gb": round(row.gb, 4), "tb_s": round(row.tb_s, 4), "share": round(row.tb_s * 1e12 / read_bps, 4),
-                "tflops": round(shape.flops(m) / ms * 1e-9, 1), "read_tb_s": round(read_bps * 1e-12, 4), "error": float(f"{error:.2e}"),
-                "calls": case.calls, "config": asdict(config), **source,
+                "tflops": round(shape.flops(m) / timing.p50 * 1e-9, 1), "read_tb_s": round(read_bps * 1e-12, 4),
+                "error": float(f"{error:.2e}"), "calls": case.calls, "config": asdict(config), **source,
             }  # fmt: skip
             with options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")

@@ -84,7 +84,7 @@ def main() -> None:
     usable = warm_cache(list(dict.fromkeys(c for cs in by_m.values() for c in cs)), rig.arch)
     print(f"{len(usable)} candidates compiled in {time.perf_counter() - begin:.1f} s")
     weights = rig.make_weights(Dims(1, experts, hidden, shard, top_k))
-    read_bps = rig.read_bps(weights.w13)
+    read_bps = rig.read_bps()
     print(f"read {read_bps * 1e-12:.3f} TB/s")
     path = options.out or Path(__file__).parents[1] / "runtime" / "kernels_cu" / "tuned" / f"{gpu_name()}.json"
     for m in sizes:

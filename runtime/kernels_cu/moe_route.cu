@@ -32,6 +32,7 @@ struct Sorted {
   int* claim;        // [1] zeroed
   int* ready;        // [n] zeroed
   int* arrived;      // [1] blocks that have routed their tokens; zeroed again by the last
+  int* go;           // [1] set to 1 when all is written; moe_combine clears it
   int chunk_rows;
 };
 
@@ -132,13 +133,16 @@ __device__ __forceinline__ void sort_choices(Shared& sh, const Sorted& s, const 
   if (tid == 0) { *s.total = base >> kChunkBit; *s.octets = (base & ((1u << kChunkBit) - 1)) / 8; *s.claim = 0; }
   __syncthreads();
   place_choices(sh, s, expert, weight, choices);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(s.go, 1);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) moe_sort(const int* expert, const float* weight, int choices, int E, const __grid_constant__ Sorted s) {
   __shared__ Shared sh;
   clear_counts(sh);
-  pdl_trigger();
   pdl_wait();
+  pdl_trigger();                                          // not before: moe_w4 waits for `go`, which the layer before must have cleared
   __syncthreads();
   count_choices(sh, expert, choices);
   sort_choices(sh, s, expert, weight, choices, E);
@@ -246,8 +250,8 @@ moe_route_sort(const float* logits, const float* bias, const int* live, int* exp
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, m = blockIdx.x * kWarps + warp;
   const bool alone = gridDim.x == 1;
   clear_counts(sh);
-  pdl_trigger();
   pdl_wait();
+  pdl_trigger();                                          // not before: moe_w4 waits for `go`, which the layer before must have cleared
   __syncthreads();
   if (M <= kBlockTokens && E <= kThreads && top_k <= kBlockTopK) {
     route_by_block(sh, logits, bias, live, M, E, top_k, scale);

@@ -75,6 +75,7 @@ struct Params {
   const int* choice;    // [rows] sorted row -> choice (token * k + j)
   const float* weight;  // [rows] router weight by sorted row
   int* claim;           // [1] items claimed beyond the grid's first
+  const int* go;        // [1] 1 once the work list is there: the sort's end without its exit, about 1 us sooner
   int* ready;           // [n] strips of hidden finished
   float* halves;        // [n, strips of phase 0, splits, 512 octets] sums of splits; unused without splits
   int* halves_done;     // [n, strips of phase 0] splits finished; zero between launches
@@ -618,9 +619,14 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
     }
     bar_init_fence();
   }
-  __syncthreads();
   pdl_trigger();
-  pdl_wait();
+#if PACKED
+  pdl_wait();                                             // for the packed tokens
+#else
+  // Not pdl_wait: the kernel that sets `go` has waited for all before it, and moe_combine clears it when this one is done.
+  if (threadIdx.x == 0) wait_count(p.go, 1);
+#endif
+  __syncthreads();
   if (warp >= CW) {
     fewer_registers<WIDE>();
     if (MERGED || warp == CW) stream_weights(p, base, lane);
@@ -633,9 +639,11 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
 
 // out[m] = bf16(base[m] + the k parts of token m (and their splits), in order). One block a row and 1024 columns; dead rows (expert < 0) stay.
 // H a multiple of 8.
-extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, const int* expert, const uint8_t* base, uint8_t* out, int top_k, int splits, int H) {
+extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, const int* expert, const uint8_t* base, uint8_t* out, int top_k, int splits, int H,
+                                                                     int* go) {
   pdl_trigger();
   pdl_wait();
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *go = 0;
   const int m = blockIdx.y, column = (blockIdx.x * 128 + threadIdx.x) * 8;
   if (column >= H || expert[(size_t)m * top_k] < 0) return;
   const size_t at = (size_t)m * H + column;

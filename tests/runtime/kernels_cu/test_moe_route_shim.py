@@ -18,7 +18,8 @@ class Work:
         self.dims, self.config = dims, config
         self.room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(dims, config).items()}
         self.room["arrived"][:] = 0
-        names = ("chunks", "total", "choice", "row_weight", "octets", "claim", "ready", "arrived")
+        self.room["go"][:] = 0
+        names = ("chunks", "total", "choice", "row_weight", "octets", "claim", "ready", "arrived", "go")
         self.sorted = Sorted(*(self.room[n].ctypes.data for n in names), config.chunk_rows)
 
     def array(self, name: str, dtype: type = np.int32) -> np.ndarray:
@@ -44,7 +45,8 @@ class Work:
         assert (np.diff(chunks[:, 0]) >= 0).all()
         assert int(self.array("octets")[0]) == sum(-(-int((flat == e).sum()) // 8) for e in np.unique(flat[flat >= 0]))
         assert int(self.array("octets")[0]) <= most_octets(self.dims)
-        assert self.array("claim")[0] == 0 and (self.array("ready")[:total] == 0).all() and self.array("arrived")[0] == 0
+        assert self.array("claim")[0] == 0 and (self.array("ready")[:total] == 0).all()
+        assert self.array("arrived")[0] == 0 and self.array("go")[0] == 1
 
 
 def route(shim, dims, logits, bias, scale=2.5, live=None, descending=False, config=None):
