@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from model.tool_parser import PREFIX, index_of
+
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system", "tool": "tool"}
 MAX_MESSAGES = 10_000
 MAX_PARTS = 10_000  # content parts of a message, tool calls of a message, tools of a request
@@ -22,22 +24,40 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     role is one of user, assistant, system, tool (developer becomes system). content is None, a str
     or a list of {"type": "text", "text": str}. reasoning and reasoning_content, name and
     tool_call_id are non-empty strings or absent. tool_calls have id, type and function {name,
-    arguments: str | dict}; a missing id becomes functions.NAME:COUNT, counted over the conversation.
-    Other keys are dropped. Raises TemplateError naming the message and the field.
+    arguments: str | dict}. Ids that are not functions.NAME:IDX, or missing, become it, counted over the
+    conversation, and so do the tool_call_ids that refer to them: a model that sees call_… ids writes
+    such ids itself. Other keys are dropped. Raises TemplateError naming the message and the field.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages: {type(messages).__name__} where a list of messages is needed")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise TemplateError(f"messages: {len(messages)} entries; 1 to {MAX_MESSAGES} are possible")
-    out = []
-    calls = 0
-    for i, message in enumerate(messages):
-        out.append(_message(message, f"messages[{i}]", calls))
-        calls += len(out[-1].get("tool_calls", ()))
+    out = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    _canonical_ids(out)
     return out
 
 
-def _message(message: Any, where: str, calls: int) -> dict[str, Any]:
+def _canonical_ids(messages: list[dict[str, Any]]) -> None:
+    """Rewrites foreign call ids, in place. One id given to several calls of a turn is answered in their order."""
+    following = 0
+    known: dict[str, list[str]] = {}  # foreign id -> the new ids it stands for, of the newest turn that used it
+    for message in messages:
+        waiting: dict[str, list[str]] = {}
+        for call in message.get("tool_calls", ()):
+            given = call["id"]
+            index = index_of(given)
+            if index < 0:
+                call["id"] = f"{PREFIX}{call['function']['name']}:{following}"
+                if given:
+                    waiting.setdefault(given, []).append(call["id"])
+            following = max(following, index) + 1
+        known |= waiting
+        new = known.get(message.get("tool_call_id", ""))
+        if new:
+            message["tool_call_id"] = new.pop(0) if len(new) > 1 else new[0]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise TemplateError(f"{where}: {type(message).__name__} where an object with role and content is needed")
     role = message.get("role")
@@ -57,7 +77,7 @@ def _message(message: Any, where: str, calls: int) -> dict[str, Any]:
             out[key] = value
     tool_calls = message.get("tool_calls")
     if role == "assistant" and tool_calls:
-        out["tool_calls"] = _tool_calls(tool_calls, f"{where}.tool_calls", calls)
+        out["tool_calls"] = _tool_calls(tool_calls, f"{where}.tool_calls")
     return out
 
 
@@ -80,7 +100,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]] | None:
     return parts
 
 
-def _tool_calls(tool_calls: Any, where: str, calls: int) -> list[dict[str, Any]]:
+def _tool_calls(tool_calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(tool_calls, (list, tuple)):
         raise TemplateError(f"{where}: {type(tool_calls).__name__} where a list of calls is needed")
     if len(tool_calls) > MAX_PARTS:
@@ -101,9 +121,7 @@ def _tool_calls(tool_calls: Any, where: str, calls: int) -> list[dict[str, Any]]
             arguments = check_json(arguments, f"{where}[{i}].function.arguments")
         if call_id is not None and not isinstance(call_id, str):
             raise TemplateError(f"{where}[{i}].id: {type(call_id).__name__} where a string is needed")
-        out.append(
-            {"id": call_id or f"functions.{name}:{calls + i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        )
+        out.append({"id": call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}})
     return out
 
 

@@ -1,8 +1,4 @@
-"""POST /v1/chat/completions: a conversation to choices.
-
-Tool declarations reach the template; calls that the model makes arrive as text in `content` until
-the tool-call parser exists, so tool_choice may only be "auto" or "none".
-"""
+"""POST /v1/chat/completions: a conversation to choices."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive
 
-from model.messages import TemplateError
-from model.reasoning import ReasoningSplitter, starts_in_reasoning
+from model.messages import TemplateError, normalise
+from model.reasoning import starts_in_reasoning
+from model.tool_parser import ToolCalls, functions_of, next_call_index
 from runtime.types import MAX_LOGPROBS, Emission, SamplingParams
 from server.answer import Answer, check_stream_options, collect, gone_response, json_response, new_id, now
+from server.choice import ChatChoice, Delta, message_of
 from server.errors import ApiError, bad_field, echo, scrub
 from server.generation import ClientGone
-from server.logprobs import chat_logprobs
 from server.params import fit_to_context, make_sampling
 from server.protocol import ChatRequest
 from server.service import Service
-from server.split import ReasoningCut
 from server.sse import KEEP_ALIVE, EventStream
 
 if TYPE_CHECKING:
@@ -31,33 +27,6 @@ if TYPE_CHECKING:
 
 _FIELD = re.compile(r"(?P<field>(?:messages|tools|chat_template_kwargs)[\w.\[\]]*): (?P<what>.*)", re.DOTALL)
 _OWN_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt")
-
-
-class ChatChoice:
-    """Emissions of one choice to (reasoning, content, logprobs)."""
-
-    def __init__(self, params: SamplingParams, loaded: Loaded, in_reasoning: bool) -> None:
-        self._tokenizer = loaded.tokenizer
-        self._logprobs = params.logprobs
-        self.cut = make_cut(loaded, params.skip_special_tokens, in_reasoning)
-
-    def push(self, emission: Emission) -> tuple[str, str, dict[str, Any] | None]:
-        reasoning, content = ("", emission.text) if self.cut is None else self.cut.push(emission.tokens, emission.text)
-        logprobs = None
-        if self._logprobs is not None and emission.logprobs:
-            logprobs = chat_logprobs(self._tokenizer, emission.logprobs, self._logprobs)
-        return reasoning, content, logprobs
-
-
-def make_cut(loaded: Loaded, skip_special_tokens: bool, in_reasoning: bool) -> ReasoningCut | None:
-    """None where nothing needs cutting: the model has no </think>, or the prompt closed the reasoning."""
-    tokenizer = loaded.tokenizer
-    end = tokenizer.special.get("</think>")
-    if end is None or not in_reasoning:
-        return None
-    section = tokenizer.special.get("<|tool_calls_section_begin|>")
-    shown = {token: len(tokenizer.decode([token], skip_special_tokens)) for token in (end, section) if token is not None}
-    return ReasoningCut(ReasoningSplitter(end, section, True), tokenizer.stream(skip_special_tokens), shown)
 
 
 async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGIApp:
@@ -72,7 +41,7 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGI
     in_reasoning = think is not None and starts_in_reasoning(ids, think)
     answer_id = new_id("chatcmpl")
     requests = service.make_requests(loaded, answer_id, ids, fitted, request.cache_salt, "messages")
-    choices = [ChatChoice(fitted, loaded, in_reasoning) for _ in requests]
+    choices = [ChatChoice(fitted, loaded, in_reasoning, _calls(request)) for _ in requests]
     answer = Answer(
         id=answer_id,
         kind="chat.completion.chunk" if request.stream else "chat.completion",
@@ -95,16 +64,17 @@ async def stream(answer: Answer, choices: list[ChatChoice]) -> AsyncIterator[byt
     async for batch in answer.generation.batches(keep_alive=True):
         frames = []
         for index, emission in batch:
-            reasoning, content, logprobs = choices[index].push(emission)
-            _count_reasoning(answer, choices, index)
+            choice = choices[index]
+            deltas, logprobs = choice.push(emission)
+            answer.generation.records[index].reasoning_tokens = choice.reasoning_tokens
             if not begun[index]:
                 begun[index] = True
                 frames.append(answer.chunk([_delta(index, {"role": "assistant", "content": ""})]))
-            if reasoning or content or logprobs:
-                delta = {name: text for name, text in (("reasoning_content", reasoning), ("content", content)) if text}
+            for delta in deltas or ([{}] if logprobs else []):
                 frames.append(answer.chunk([_delta(index, delta, logprobs)]))
+                logprobs = None  # once, with the first
             if emission.finish is not None:
-                last = _delta(index, {}) | {"finish_reason": emission.finish, "stop_reason": emission.stop_reason}
+                last = _delta(index, {}) | {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
                 frames.append(answer.chunk([last]))
         if frames:
             yield b"".join(frames)
@@ -115,39 +85,30 @@ async def stream(answer: Answer, choices: list[ChatChoice]) -> AsyncIterator[byt
 
 
 async def whole(answer: Answer, choices: list[ChatChoice], receive: Receive) -> ASGIApp:
-    parts: list[tuple[list[str], list[str], list[Any]]] = [([], [], []) for _ in choices]
-    ends: list[tuple[str | None, int | str | None]] = [(None, None)] * len(choices)
+    deltas: list[list[Delta]] = [[] for _ in choices]
+    logprobs: list[list[Any]] = [[] for _ in choices]
 
     def take(index: int, emission: Emission) -> None:
-        reasoning, content, logprobs = choices[index].push(emission)
-        _count_reasoning(answer, choices, index)
-        parts[index][0].append(reasoning)
-        parts[index][1].append(content)
-        if logprobs is not None:
-            parts[index][2].extend(logprobs["content"])
-        ends[index] = (emission.finish, emission.stop_reason)
+        more, of_tokens = choices[index].push(emission)
+        answer.generation.records[index].reasoning_tokens = choices[index].reasoning_tokens
+        deltas[index] += more
+        if of_tokens is not None:
+            logprobs[index].extend(of_tokens["content"])
 
     try:
         await collect(answer.generation, receive, take)
     except ClientGone:
         return gone_response()
-    made = []
-    for index, (choice, (reasoning, content, logprobs)) in enumerate(zip(choices, parts, strict=True)):
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
-        if any(reasoning):
-            message["reasoning_content"] = "".join(reasoning)
-        if choice.cut is not None and choice.cut.in_reasoning:
-            message["content"] = None  # the answer proper never began
-        finish, stop_reason = ends[index]
-        made.append(
-            {
-                "index": index,
-                "message": message,
-                "logprobs": {"content": logprobs} if logprobs else None,
-                "finish_reason": finish,
-                "stop_reason": stop_reason,
-            }
-        )
+    made = [
+        {
+            "index": index,
+            "message": message_of(deltas[index], choice.in_reasoning),
+            "logprobs": {"content": logprobs[index]} if logprobs[index] else None,
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop_reason,
+        }
+        for index, choice in enumerate(choices)
+    ]
     return json_response(answer.closing(made))
 
 
@@ -209,10 +170,11 @@ def _check_served(request: ChatRequest) -> None:
             raise bad_field(f"tools[{at}].function.name", "a non-empty string is needed")
 
 
-def _count_reasoning(answer: Answer, choices: list[ChatChoice], index: int) -> None:
-    cut = choices[index].cut
-    if cut is not None:
-        answer.generation.records[index].reasoning_tokens = cut.reasoning_tokens
+def _calls(request: ChatRequest) -> ToolCalls | None:
+    """What collects the calls of one choice; None where the request declares nothing to call."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return ToolCalls(functions_of(request.tools), next_call_index(normalise(request.messages)))
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

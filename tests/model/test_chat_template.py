@@ -131,11 +131,11 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
             "content": "c",
             "tool_calls": [
                 {
-                    "id": "a",
+                    "id": "functions.f:0",
                     "type": "function",
                     "function": {"name": "f", "arguments": {"é<": ['"', "\n", " ", ""], "n": [1, 2.5, None, True]}},
                 },
-                {"id": "b", "type": "function", "function": {"name": "g", "arguments": {}}},
+                {"id": "functions.g:1", "type": "function", "function": {"name": "g", "arguments": {}}},
             ],
         },
     ],

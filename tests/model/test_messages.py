@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from model.chat_template import ChatTemplate
-from model.messages import MAX_DEPTH, MAX_MESSAGES, TemplateError
+from model.messages import MAX_DEPTH, MAX_MESSAGES, TemplateError, normalise
 from model.tokenizer import Tokenizer
+from model.tool_parser import next_call_index
 
 DEMO = Path(__file__).parents[2] / "model" / "demo"
 T = Tokenizer.load(DEMO)
@@ -21,12 +22,39 @@ def ask(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def test_developer_is_system_and_missing_ids_are_counted() -> None:
+def test_developer_is_system_and_foreign_ids_are_counted() -> None:
     assert C.render([{"role": "developer", "content": "S"}, *ask("u")]) == C.render([{"role": "system", "content": "S"}, *ask("u")])
     bare = {"function": {"name": "f", "arguments": "{}"}}
     calls = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_7", **bare}, bare]}
     text = C.render([calls, {"role": "assistant", "tool_calls": [bare]}])
-    assert [f"functions.f:{i}<" in text for i in range(4)] == [False, True, True, False] and "call_7<" in text
+    assert [f"functions.f:{i}<" in text for i in range(4)] == [True, True, True, False] and "call_7" not in text
+
+
+def test_results_follow_the_new_ids_of_their_calls() -> None:
+    def call(call_id: str, name: str) -> dict[str, Any]:
+        return {"id": call_id, "function": {"name": name, "arguments": "{}"}}
+
+    def result(call_id: str) -> dict[str, Any]:
+        return {"role": "tool", "content": "x", "tool_call_id": call_id}
+
+    turns = [
+        *ask("u"),
+        {"role": "assistant", "tool_calls": [call("functions.a:4", "a"), call("c0", "b"), call("twice", "c"), call("twice", "d")]},
+        *map(result, ("twice", "c0", "functions.a:4", "twice", "never")),
+        {"role": "assistant", "tool_calls": [call("c0", "e")]},  # clients count anew in every turn
+        result("c0"),
+    ]
+    seen = normalise(turns)
+    assert [c["id"] for m in seen for c in m.get("tool_calls", ())] == [
+        "functions.a:4",
+        "functions.b:5",
+        "functions.c:6",
+        "functions.d:7",
+        "functions.e:8",
+    ]
+    results = [m["tool_call_id"] for m in seen if m["role"] == "tool"]
+    assert results == ["functions.c:6", "functions.b:5", "functions.a:4", "functions.d:7", "never", "functions.e:8"]
+    assert next_call_index(seen) == 9 and next_call_index(turns[:1]) == 0
 
 
 def test_the_request_is_not_changed() -> None:

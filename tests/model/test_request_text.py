@@ -64,7 +64,7 @@ def with_text(text: str) -> dict[str, tuple[list[dict[str, Any]], Any, dict[str,
         "reasoning": ([*user, {"role": "assistant", "content": "a", "reasoning": text}], None, {"preserve_thinking": True}),
         "reasoning_content": ([*user, {"role": "assistant", "content": "a", "reasoning_content": text}], None, {"preserve_thinking": True}),
         "answer": ([*user, {"role": "assistant", "content": text}], None, {}),
-        "call id": (call(id=text), None, {}),
+        "call id": (call(id=f"functions.{text}:0"), None, {}),
         "call name": (call(name=text), None, {}),
         "call without id": (call(name=text, id=None), None, {}),
         "arguments": (call(arguments=text), None, {}),
@@ -102,7 +102,7 @@ def test_no_field_gives_a_control_token(template: ChatTemplate, place: str) -> N
 def test_most_places_are_printed() -> None:
     """The test above would pass for a template that drops everything."""
     printed = [place for place, (messages, tools, kwargs) in with_text(EVIL).items() if "obey" in C.render(messages, tools=tools, **kwargs)]
-    assert set(with_text("")) - set(printed) == {"call name", "kwarg"}
+    assert set(with_text("")) - set(printed) == {"kwarg"}
 
 
 def test_a_kwarg_that_is_printed() -> None:

@@ -34,8 +34,12 @@ SPECIALS = [
     "<think>",
     "</think>",
     "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
 ]
-EOS, IM_END, THINK, THINK_END, SECTION = 256, 257, 261, 262, 263
+EOS, IM_END, THINK, THINK_END, SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END = 256, 257, *range(261, 268)
 TEMPLATE = (
     "{%- if tools -%}<|im_user|>tools<|im_middle|>{{ tools_ts_str or (tools | tojson) }}<|im_end|>{%- endif -%}"
     "{%- for m in messages -%}<|im_user|>{{ m.role }}<|im_middle|>"
@@ -102,6 +106,10 @@ class ScriptedEngine:
     def check_health(self) -> str | None:
         return "the engine has failed" if self.dead else None
 
+    @property
+    def full(self) -> bool:
+        return len(self._live) >= self.max_running + self.max_waiting
+
     def check(self, request: Request) -> None:
         if len(request.prompt) > 4000:
             raise InvalidRequest("prompt", "more pages than there are")
@@ -167,7 +175,7 @@ class FakeLoaded:
     template: ChatTemplate
     name: str = "fake"
     max_model_len: int = 4096
-    vocab_size: int = 264
+    vocab_size: int = 268
     draft_depth: int = 7
     summary: str = "scripted"
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0, top_p=0.95, max_tokens=None))

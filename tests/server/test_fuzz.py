@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from server.protocol import NOT_SERVED, ChatRequest, CompletionRequest
 
-INTS = st.integers(-(2**70), 2**70) | st.sampled_from([0, 1, -1, 2, 20, 21, 255, 256, 263, 264, 2**31, 2**63, 2**64])
+INTS = st.integers(-(2**70), 2**70) | st.sampled_from([0, 1, -1, 2, 20, 21, 255, 256, 267, 268, 2**31, 2**63, 2**64])
 SCALARS = (
     st.none()
     | st.booleans()
@@ -55,7 +55,7 @@ def check(client: Any, path: str, body: dict[str, Any]) -> None:
 
 
 @EXAMPLES
-@given(fields=FIELDS, prompt=JSON | st.text(max_size=20) | st.lists(st.integers(-1, 264), max_size=5))
+@given(fields=FIELDS, prompt=JSON | st.text(max_size=20) | st.lists(st.integers(-1, 268), max_size=5))
 def test_completions(running: Any, fields: dict[str, Any], prompt: Any) -> None:
     check(running.client, "/v1/completions", {"prompt": prompt, **fields})
 

@@ -8,17 +8,26 @@ from typing import Any
 
 import pytest
 
-from model.reasoning import ReasoningSplitter
+from model.tool_parser import Markers, OutputMachine, Part
 from runtime.stream import TextStream
 from runtime.types import SamplingParams
-from server.split import ReasoningCut
+from server.split import OutputCut
 
 THINK_END, SECTION = 262, 263
 
 
-def cut_of(tokenizer: Any) -> ReasoningCut:
+MARKERS = Markers(THINK_END, SECTION)
+
+
+def cut_of(tokenizer: Any) -> OutputCut:
     shown = {token: len(tokenizer.decode([token])) for token in (THINK_END, SECTION)}
-    return ReasoningCut(ReasoningSplitter(THINK_END, SECTION, True), tokenizer.stream(), shown)
+    return OutputCut(OutputMachine(MARKERS, True, False), tokenizer.stream(), shown)
+
+
+def both(cut: OutputCut, tokens: Sequence[int], text: str) -> tuple[str, str]:
+    """(reasoning, content) of one push."""
+    pieces = cut.push(tokens, text)
+    return tuple("".join(t for part, t in pieces if part is wanted) for wanted in (Part.REASONING, Part.CONTENT))  # type: ignore[return-value]
 
 
 def run(tokenizer: Any, tokens: Sequence[int], sizes: Sequence[int], stop: tuple[str, ...] = ()) -> tuple[str, str, int]:
@@ -30,12 +39,12 @@ def run(tokenizer: Any, tokens: Sequence[int], sizes: Sequence[int], stop: tuple
         part = tokens[at : at + size]
         at += size
         pushed = stream.push(part)
-        r, c = cut.push(part[: pushed.kept], pushed.text)
+        r, c = both(cut, part[: pushed.kept], pushed.text)
         reasoning, content = reasoning + r, content + c
         if pushed.finish:
             break
-    r, c = cut.push((), stream.flush())
-    return reasoning + r, content + c, cut.reasoning_tokens
+    r, c = both(cut, (), stream.flush())
+    return reasoning + r, content + c, cut.machine.reasoning_tokens
 
 
 def sizes_for(count: int, rng: random.Random) -> list[int]:
@@ -87,6 +96,6 @@ def test_reasoning_tokens_do_not_count_the_marker(tokenizer: Any) -> None:
 
 def test_a_cut_moved_by_one_is_noticed(tokenizer: Any) -> None:
     """The mutation: a marker believed one character shorter than it is."""
-    cut = ReasoningCut(ReasoningSplitter(THINK_END, SECTION, True), tokenizer.stream(), {THINK_END: 7, SECTION: 0})
-    assert cut.push([97, THINK_END, 98], "a</think>b") != ("a", "b")
-    assert cut_of(tokenizer).push([97, THINK_END, 98], "a</think>b") == ("a", "b")
+    cut = OutputCut(OutputMachine(MARKERS, True, False), tokenizer.stream(), {THINK_END: 7, SECTION: 0})
+    assert both(cut, [97, THINK_END, 98], "a</think>b") != ("a", "b")
+    assert both(cut_of(tokenizer), [97, THINK_END, 98], "a</think>b") == ("a", "b")

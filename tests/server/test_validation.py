@@ -16,7 +16,7 @@ def post_raw(client: Any, body: bytes, headers: dict[str, str] = JSON, path: str
 
 
 @pytest.mark.parametrize(
-    "prompt", [[-1], [[-1]], [264], [4294967295], [], "", [1.5], [[1], "a"], [[]], [""], ["a", 1], [None], None, {}, True, [[1], [264]]]
+    "prompt", [[-1], [[-1]], [268], [4294967295], [], "", [1.5], [[1], "a"], [[]], [""], ["a", 1], [None], None, {}, True, [[1], [268]]]
 )
 def test_prompts(running: Any, prompt: object) -> None:
     status, body = running.client.complete(prompt=prompt)
@@ -30,7 +30,7 @@ def test_prompts(running: Any, prompt: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stop_token_ids": [264]}, "stop_token_ids"),
+        ({"stop_token_ids": [268]}, "stop_token_ids"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"n": 10**9}, "n"),
@@ -51,7 +51,7 @@ def test_prompts(running: Any, prompt: object) -> None:
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"min_tokens": 5000}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logit_bias": {"264": 1}}, "logit_bias"),
+        ({"logit_bias": {"268": 1}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": [65] * 4096}, "prompt"),
         ({"prompt": [65] * 4050}, "prompt"),  # the engine's own check
