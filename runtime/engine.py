@@ -75,6 +75,7 @@ class Engine:
         # No request outgrows the pages, so every admitted one fits alone: draft nodes stay inside max_model_len too.
         self.max_model_len = min(config.max_model_len or limits.max_positions, limits.max_positions, pool.capacity * limits.page_size)
         self.dead: BaseException | None = None
+        self._most_open = config.max_num_seqs + config.max_num_queued_reqs
         self._config, self._limits, self._make_stream, self._eos_ids = config, limits, make_stream, frozenset(eos_ids)
         self._stats = EngineStats(pages_total=pool.capacity)
         self._scheduler = Scheduler(
@@ -112,15 +113,19 @@ class Engine:
                 raise ShuttingDown("the engine is shutting down")
             if request.id in self._open:
                 raise InvalidRequest("id", f"{request.id!r} is the id of an open request")
-            most = self._config.max_num_seqs + self._config.max_num_queued_reqs
-            if len(self._open) >= most:
+            if self.full:
                 self._stats.rejected += 1
-                raise QueueFull(f"{len(self._open)} requests run or wait, {most} may; try again later")
+                raise QueueFull(f"{len(self._open)} requests run or wait, {self._most_open} may; try again later")
             if not self._open:
                 self._last_step_s = time.monotonic()  # idle until now is not a hang
             self._open[request.id] = sequence
             self._inbox.append(sequence)
             self._wake.notify_all()
+
+    @property
+    def full(self) -> bool:
+        """Whether submit would raise QueueFull now; true of this moment alone."""
+        return len(self._open) >= self._most_open
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step, with a last emission of finish "abort". Unknown ids are passed over."""

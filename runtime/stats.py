@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,6 +38,7 @@ class EngineStats:
     accepted_tokens: int = 0  # draft nodes accepted and emitted
     accepted_per_position: list[int] = field(default_factory=list)  # drafts that accepted depth d + 1
     bucket_steps: Counter[int] = field(default_factory=Counter)  # steps launched with M
+    bucket_s: dict[int, float] = field(default_factory=dict)  # wall time of those steps
     finished: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISHES, 0)))
     rejected: int = 0  # submissions refused for a full queue
     corrupted_requests: int = 0  # ended by a non-finite row
@@ -50,6 +51,7 @@ class EngineStats:
             self,
             accepted_per_position=list(self.accepted_per_position),
             bucket_steps=Counter(self.bucket_steps),
+            bucket_s=dict(self.bucket_s),
             finished=Counter(self.finished),
             stage_s=dict(self.stage_s),
         )
@@ -71,6 +73,7 @@ class EngineStats:
         self.steps += 1
         self.rows += rows
         self.bucket_steps[bucket] += 1
+        self.bucket_s[bucket] = self.bucket_s.get(bucket, 0.0) + step_s
         weight = 1.0 / min(self.steps, EMA_STEPS)
         self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
 
@@ -82,3 +85,12 @@ class EngineStats:
             self.accepted_per_position.extend([0] * (accepted - len(self.accepted_per_position)))
         for depth in range(accepted):
             self.accepted_per_position[depth] += 1
+
+
+def by_power(values: Mapping[int, float]) -> dict[int, float]:
+    """Sums over rows rounded up to a power of two: about 20 keys at most, whatever row counts the steps had."""
+    grouped: dict[int, float] = {}
+    for rows, value in values.items():
+        power = 1 << (rows - 1).bit_length() if rows > 0 else 0
+        grouped[power] = grouped.get(power, 0.0) + value
+    return dict(sorted(grouped.items()))

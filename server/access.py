@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +16,7 @@ from server.limits import Limits
 from server.service import Service
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # all else needs the key, where one is set
+BROWSER_PATHS = frozenset({"/dashboard", "/dashboard.json"})  # here a browser may ask its user: Basic, the key as the password
 _SHOWABLE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -30,20 +32,32 @@ class KeyGate:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS and not self._bears_key(scope["headers"]):
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS and not self._bears_key(scope):
             message = "a valid API key is needed: send the header Authorization: Bearer KEY"
-            await send_error(send, ApiError(401, message, headers={"www-authenticate": "Bearer"}))
+            scheme = 'Basic realm="the API key is the password"' if scope["path"] in BROWSER_PATHS else "Bearer"
+            await send_error(send, ApiError(401, message, headers={"www-authenticate": scheme}))
             return
         await self._app(scope, receive, send)
 
-    def _bears_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
+    def _bears_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given += [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]  # as Anthropic's clients send it
+        if len(set(given)) != 1:
             return False
         scheme, _, token = given[0].partition(b" ")
-        digest = sha256(token.strip()).digest()
+        scheme, token = scheme.lower(), token.strip()
+        if scheme == b"basic" and scope["path"] in BROWSER_PATHS:
+            scheme, token = b"bearer", _password(token)
+        digest = sha256(token).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return scheme == b"bearer" and any(matches)
+
+
+def _password(token: bytes) -> bytes:
+    try:
+        return base64.b64decode(token, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 class InFlight:
@@ -104,8 +118,8 @@ def too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the body is above {limits.max_body_bytes} bytes", headers={"connection": "close"})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    body = error.json()
+async def send_error(send: Send, error: ApiError, body: bytes | None = None) -> None:
+    body = error.json() if body is None else body
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

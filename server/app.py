@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -17,14 +19,24 @@ from server.access import InFlight, KeyGate, read_body, send_error
 from server.answer import json_response
 from server.chat import chat
 from server.completion import complete
+from server.decode import NotServed
 from server.errors import ApiError, internal
+from server.info import dashboard_figures, health_generate, server_info
+from server.messages import NOT_SERVED as NOT_IN_MESSAGES
+from server.messages import CountRequest, MessagesRequest, count_tokens, create_message
+from server.messages import error_json as messages_error
 from server.metrics import CONTENT_TYPE
-from server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from server.openapi import openapi
+from server.protocol import NOT_SERVED, ChatRequest, CompletionRequest
+from server.responses import NOT_SERVED as NOT_IN_RESPONSES
+from server.responses import ResponsesRequest, respond
 from server.service import Service
+from server.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 log = logging.getLogger("server")
 
-RequestT = TypeVar("RequestT", bound=GenerationFields)
+PAGE = Path(__file__).with_name("dashboard.html")
+PAGE_HEADERS = {"content-security-policy": "default-src 'self' 'unsafe-inline'", "cache-control": "no-cache"}  # it fetches nothing else
 Endpoint = Callable[[Service, Any, Receive], Awaitable[ASGIApp]]
 
 
@@ -39,6 +51,12 @@ def make_app(service: Service, keys: Sequence[str] = (), version: str = "") -> A
         Route("/v1/models/{model_id:path}", _model(service)),
         Route("/v1/completions", Generate(service, CompletionRequest, complete), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, ChatRequest, chat), methods=["POST"]),
+        Route("/v1/responses", Generate(service, ResponsesRequest, respond, NOT_IN_RESPONSES), methods=["POST"]),
+        Route("/v1/messages", Generate(service, MessagesRequest, create_message, NOT_IN_MESSAGES, messages_error), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Generate(service, CountRequest, count_tokens, {}, messages_error), methods=["POST"]),
+        Route("/tokenize", Generate(service, TokenizeRequest, tokenize), methods=["POST"]),
+        Route("/detokenize", Generate(service, DetokenizeRequest, detokenize), methods=["POST"]),
+        *_information(service, version),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, ApiError: _api_error})
     app.router.redirect_slashes = False
@@ -46,26 +64,60 @@ def make_app(service: Service, keys: Sequence[str] = (), version: str = "") -> A
 
 
 class Generate:
-    """One generating endpoint: body to request struct, to the response that `endpoint` makes."""
+    """One endpoint with a body: body to request struct, to the response that `endpoint` makes; refusals in the form of error_json."""
 
-    def __init__(self, service: Service, kind: type[RequestT], endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        service: Service,
+        kind: type[msgspec.Struct],
+        endpoint: Endpoint,
+        not_served: NotServed = NOT_SERVED,
+        error_json: Callable[[ApiError], bytes] = ApiError.json,
+    ) -> None:
         self._service = service
         self._kind = kind
         self._endpoint = endpoint
+        self._not_served = not_served
+        self._error_json = error_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read_body(scope, receive, self._service.limits)
-            request = self._service.decoder.decode(body, self._kind)
+            request = self._service.decoder.decode(body, self._kind, self._not_served)
             response = await self._endpoint(self._service, request, receive)
         except ApiError as error:
-            await send_error(send, error)
+            await send_error(send, error, self._error_json(error))
             return
         except Exception:
             log.exception("a request failed")
-            await send_error(send, internal())
+            await send_error(send, internal(), self._error_json(internal()))
             return
         await response(scope, receive, send)
+
+
+def _information(service: Service, version: str) -> list[Route]:
+    async def info(_: HttpRequest) -> Response:
+        return server_info(service, version)
+
+    async def probe(_: HttpRequest) -> Response:
+        return await health_generate(service)
+
+    async def figures(_: HttpRequest) -> Response:
+        return dashboard_figures(service)
+
+    async def page(_: HttpRequest) -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html", headers=PAGE_HEADERS)
+
+    async def document(_: HttpRequest) -> Response:
+        return json_response(openapi(version))
+
+    return [
+        Route("/server_info", info),
+        Route("/health_generate", probe),
+        Route("/dashboard", page),
+        Route("/dashboard.json", figures),
+        Route("/openapi.json", document),
+    ]
 
 
 def _health(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -147,5 +199,5 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     method = request.method if request.method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "this method"
-    message = {404: "no such path; see /v1/models, /v1/chat/completions, /v1/completions", 405: f"{method} is not allowed here"}
+    message = {404: "no such path; /openapi.json lists them", 405: f"{method} is not allowed here"}
     return await _api_error(request, ApiError(status, message.get(status, "the request can not be served"), headers=headers))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from server.errors import ApiError, bad_field, echo
 from server.limits import Limits
-from server.protocol import NOT_SERVED, GenerationFields
+from server.protocol import NOT_SERVED
 
 log = logging.getLogger("server")
 
-RequestT = TypeVar("RequestT", bound=GenerationFields)
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+NotServed = Mapping[str, tuple[tuple[object, ...], str]]
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
@@ -42,8 +44,8 @@ class RequestDecoder:
         self._limits = limits
         self._logged: set[str] = set()
 
-    def decode(self, body: bytes, kind: type[RequestT]) -> RequestT:
-        """The struct. Raises ApiError 400 with the field, or the byte, that is wrong."""
+    def decode(self, body: bytes, kind: type[RequestT], not_served: NotServed = NOT_SERVED) -> RequestT:
+        """The struct. Raises ApiError 400 with the field, or the byte, that is wrong; `not_served` says which fields are refused."""
         try:
             text = body.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -61,13 +63,13 @@ class RequestDecoder:
             raise ApiError(400, "the body is nested too deeply") from None
         except ValueError as error:  # the second parser is the stricter one about numbers' lengths
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
-        self._check_unknown(keys, kind)
+        self._check_unknown(keys, kind, not_served)
         return request
 
-    def _check_unknown(self, keys: dict[str, Any], kind: type[RequestT]) -> None:
+    def _check_unknown(self, keys: dict[str, Any], kind: type[msgspec.Struct], not_served: NotServed) -> None:
         for name in keys.keys() - set(kind.__struct_fields__):
             value = keys[name]
-            off = NOT_SERVED.get(name)
+            off = not_served.get(name)
             if off is not None:
                 if value is not None and value not in off[0]:
                     raise bad_field(name, f"not supported; {off[1]}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from runtime.stats import EngineStats
+from runtime.stats import EngineStats, by_power
 
 StatsReader = Callable[[], EngineStats]
 
@@ -33,6 +32,7 @@ class EngineCollector(Collector):
         )
         yield _labelled("stage_seconds", "Wall time of the engine's thread by stage of a step.", "stage", stats.stage_s)
         yield _labelled("steps_by_bucket", "Steps by rows, rounded up to a power of two.", "rows", _by_power(stats.bucket_steps))
+        yield _labelled("step_seconds_by_bucket", "Wall time of steps, likewise.", "rows", _by_power(stats.bucket_s))
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -73,9 +73,5 @@ def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> 
     return family
 
 
-def _by_power(steps: Mapping[int, int]) -> dict[str, float]:
-    """At most about 20 label values, whatever row counts the steps had."""
-    grouped: Counter[int] = Counter()
-    for rows, count in steps.items():
-        grouped[1 << (rows - 1).bit_length() if rows > 0 else 0] += count
-    return {str(rows): float(grouped[rows]) for rows in sorted(grouped)}
+def _by_power(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(rows): value for rows, value in by_power(values).items()}

@@ -26,5 +26,6 @@ class Limits:
     keep_alive_s: float = 15.0  # an SSE comment after this much silence
     write_timeout_s: float = 60.0  # one write that the client does not take
     retry_after_s: int = 1
+    probe_timeout_s: float = 30.0  # for the one token of /health_generate
     inline_chars: int = 20_000  # longer prompts are encoded off the event loop (about 2 ms of tiktoken)
     max_logged_fields: int = 64  # names of unknown request fields remembered for the log

@@ -30,6 +30,7 @@ _OURS = {  # families that vLLM has no name for: never under vllm:
     "steps",
     "step_rows",
     "steps_by_bucket",
+    "step_seconds_by_bucket",
     "stage_seconds",
     "step_milliseconds",
     "callback_errors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ class Service:
     loaded: Loaded | None = None
     draining: bool = False
     requests_in_flight: int = 0  # HTTP requests to /v1/ whose answer is not complete
+    options: Mapping[str, object] = field(default_factory=dict)  # what the server was started with, for /server_info; no secrets
     started_s: int = field(default_factory=lambda: int(time.time()))
     generations: set[Generation] = field(default_factory=set)
     decoder: RequestDecoder = field(init=False)
@@ -44,8 +45,11 @@ class Service:
         self.decoder = RequestDecoder(self.limits)
         self.encoders = ThreadPoolExecutor(1, "encode")  # one: a long prompt may wait for another, short ones never do
 
-    def ready(self, model: str | None) -> Loaded:
-        """What is loaded, if it can take work. Raises ApiError 503 with Retry-After, or 404 for another model's name."""
+    def ready(self, model: str | None, generates: bool = True) -> Loaded:
+        """What is loaded, if it can take work. Raises ApiError 503 with Retry-After, or 404 for another model's name.
+
+        A full queue is told here to whoever wants to generate, before any prompt is encoded: a long one takes longer than a refusal may.
+        """
         loaded = self.loaded
         if loaded is None:
             raise self.refused("loading", "the model is loading")
@@ -55,6 +59,8 @@ class Service:
             raise self.refused("draining", "the server is shutting down and takes no new requests")
         if model is not None and model != loaded.name:
             raise ApiError(404, f"the model {model[:120]!r} does not exist; this server has {loaded.name!r}", "model")
+        if generates and loaded.engine.full:
+            raise self.refused("queue_full", "the queue is full; try again shortly")
         return loaded
 
     def trouble(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -35,13 +35,18 @@ class EventStream:
     """A streaming answer. The headers go out at once, whatever the first token takes.
 
     `frames` yields bytes ready to send, several events at a time where several are due. An error
-    after the headers becomes an error event; the stream then still ends with [DONE].
+    after the headers becomes an error event; the stream then still ends with `done`.
     """
 
-    def __init__(self, generation: Generation, frames: AsyncIterator[bytes], limits: Limits) -> None:
+    def __init__(self, generation: Generation, frames: AsyncIterator[bytes], limits: Limits, done: bytes = DONE) -> None:
         self._generation = generation
         self._frames = frames
         self._limits = limits
+        self._done = done
+
+    def translated(self, translate: Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]) -> EventStream:
+        """The same stream as another protocol's events, with no [DONE]; `translate` turns errors into events itself."""
+        return EventStream(self._generation, translate(self._frames), self._limits, b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(close_on_disconnect(receive, self._generation))
@@ -50,7 +55,7 @@ class EventStream:
             with contextlib.suppress(ClientGone):
                 async for data in self._guarded():
                     await self._write(send, data, True)
-                await self._write(send, DONE, False)
+                await self._write(send, self._done, False)
         except TimeoutError:
             log.warning("a client took nothing for %.0f s and was cut off", self._limits.write_timeout_s)
         finally:

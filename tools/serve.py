@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from runtime import __version__
 from runtime.env import load_env
+from server.config_file import parse_with_config
 from server.lifecycle import HttpServer, ServeOptions
 from server.limits import Limits
 from server.metrics import PREFIXES, Metrics
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from runtime.api import Loaded
 
 HELP = """\
-Serves OpenAI's API: /v1/completions, /v1/chat/completions (both with streaming), /v1/models; and /health, /ready, /metrics, /version.
+Serves OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses (all with streaming), /v1/models, and Anthropic's /v1/messages;
+/tokenize, /detokenize, /health, /ready, /metrics, /server_info, a live page at /dashboard. /openapi.json lists all of it.
 Without a model it serves the demo. It listens on 127.0.0.1:8000, takes requests from the moment the port is bound (/health says 503
 while the model loads), and on SIGTERM finishes what is under way before it exits; a second signal ends it at once.
 """
@@ -44,6 +46,9 @@ exit codes: 0 stopped by a signal · 1 the engine died · 2 an option, the model
 """
 
 
+SECRET = ("api_key", "api_key_file", "ssl_keyfile")  # never shown by /server_info
+
+
 def port_number(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
@@ -54,6 +59,8 @@ def port_number(text: str) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python tools/serve.py", description=HELP, epilog=EXAMPLES, formatter_class=WideHelp)
     add_model_options(parser)
+    config_help = "options in YAML, written as these flags without their dashes; the command line wins"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config_help)
     group = parser.add_argument_group("http")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 opens it to other machines (default 127.0.0.1)")
     group.add_argument("--port", type=port_number, default=8000, metavar="PORT", help="0 takes a free one (default 8000)")
@@ -119,7 +126,9 @@ def serve(args: argparse.Namespace) -> int:
     keys = read_keys(args)
     speculative_of(args)  # contradictions before the port is bound
     limits = Limits(max_body_bytes=args.max_body_bytes, keep_alive_s=args.sse_keep_alive_interval)
-    service = Service(Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics)
+    options = {name: value if isinstance(value, (int, float, str, type(None))) else str(value) for name, value in vars(args).items()}
+    shown = {name: value for name, value in options.items() if name not in SECRET}
+    service = Service(Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics, options=shown)
     bar = LoadingBar(layers_of(model_of(args)))
 
     def load() -> Loaded:
@@ -131,7 +140,7 @@ def serve(args: argparse.Namespace) -> int:
         bar.close()
         announce(made, url, keys)
 
-    options = ServeOptions(
+    where = ServeOptions(
         host=args.host,
         port=args.port,
         keys=keys,
@@ -141,7 +150,7 @@ def serve(args: argparse.Namespace) -> int:
         ssl_keyfile=args.ssl_keyfile,
         version=__version__,
     )
-    server = HttpServer(service, options, load, loaded)
+    server = HttpServer(service, where, load, loaded)
     url = server.bind()
     if args.host not in ("127.0.0.1", "::1", "localhost") and not keys:
         logging.getLogger("server").warning("listening on %s without a key: whoever reaches this port can use the model", args.host)
@@ -152,8 +161,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
     try:
+        args = parse_with_config(make_parser(), sys.argv[1:] if argv is None else argv)
         logging.basicConfig(level=load_env().log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         return serve(args)
     except (ValueError, OSError) as error:

@@ -1,0 +1,148 @@
+"""POST /v1/responses: OpenAI's newer form of a chat, text and reasoning, whole and streamed. Nothing is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive
+
+from server.answer import json_response
+from server.chat_view import run_chat, text_of
+from server.errors import bad_field, echo
+from server.protocol import ChatRequest, StreamOptions
+from server.response_events import ResponseHead, events_of, finished, output_items
+from server.service import Service
+from server.sse import EventStream
+
+RENAME = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+KINDS = {"input_text": "text", "output_text": "text", "text": "text"}
+_TOOLS = "use /v1/chat/completions for tools"
+_STATE = "nothing is stored; send the whole conversation as input"
+NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((), _STATE),
+    "conversation": ((), _STATE),
+    "store": ((False,), _STATE),
+    "background": ((False,), "wait for the answer, or stream it"),
+    "include": (([],), "there is nothing further to include"),
+    "prompt": ((), "prompt templates are not supported; use instructions and input"),
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "max_tool_calls": ((), _TOOLS),
+    "top_logprobs": ((0,), "use /v1/chat/completions for log-probabilities"),
+    "truncation": (("disabled",), "shorten the input before sending it"),
+    "context_management": ((), "shorten the input before sending it"),
+}
+
+
+class ReasoningOptions(msgspec.Struct):
+    """effort "none" or "minimal" switches thinking off; any other leaves the model as it is, which knows no degrees."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: str
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class StreamChoices(msgspec.Struct):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamChoices | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
+
+
+async def respond(service: Service, request: ResponsesRequest, receive: Receive) -> ASGIApp:
+    """The response to a request. Raises ApiError for everything that is refused."""
+    _check_served(request)
+    messages, places = _messages(request)
+    effort = None if request.reasoning is None else request.reasoning.effort
+    asked = ChatRequest(
+        model=request.model,
+        messages=messages,
+        stream=request.stream,
+        stream_options=StreamOptions(include_usage=True) if request.stream else None,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        chat_template_kwargs=None if effort is None else {"thinking": effort not in ("none", "minimal")},
+    )
+    answer = await run_chat(service, asked, receive, places, RENAME)
+    head = ResponseHead(request.instructions, request.max_output_tokens, request.temperature, request.top_p, request.metadata or {})
+    if isinstance(answer, EventStream):
+        return answer.translated(lambda frames: events_of(frames, head))
+    return answer if answer.status_code != 200 else _whole(answer, head)
+
+
+def _whole(answer: Response, head: ResponseHead) -> Response:
+    body = msgspec.json.decode(answer.body)
+    choice = body["choices"][0]
+    items = output_items(body["id"], choice["message"].get("reasoning_content") or "", choice["message"]["content"] or "")
+    return json_response(finished(head, body, items, choice["finish_reason"], body["usage"]))
+
+
+def _check_served(request: ResponsesRequest) -> None:
+    """Raises ApiError 400 naming what would change the answer and is not served."""
+    options = request.reasoning
+    if options is not None:
+        for name in ("summary", "generate_summary"):
+            if getattr(options, name) is not None:
+                raise bad_field(f"reasoning.{name}", "not supported; the reasoning itself is part of the output")
+        if options.effort not in (None, "none", "minimal", "low", "medium", "high", "xhigh"):
+            raise bad_field("reasoning.effort", f"{echo(options.effort)} is not an effort")
+    if request.text is not None:
+        if request.text.format is not None and request.text.format.type != "text":
+            raise bad_field("text.format", f"type {echo(request.text.format.type)} is not supported here; use /v1/chat/completions")
+        if request.text.verbosity not in (None, "medium"):
+            raise bad_field("text.verbosity", 'not supported; ask for it in the instructions, or leave it at "medium"')
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise bad_field("stream_options.include_obfuscation", "not supported; false or absent")
+
+
+def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """The conversation as chat takes it, and the client's name of each message. Reasoning joins the answer after it."""
+    made: list[dict[str, Any]] = []
+    places: list[str] = []
+    if request.instructions:
+        made.append({"role": "system", "content": request.instructions})
+        places.append("instructions")
+    if isinstance(request.input, str):
+        return [*made, {"role": "user", "content": request.input}], [*places, "input"]
+    thought = ""
+    for at, item in enumerate(request.input):
+        field, kind = f"input[{at}]", item.get("type", "message")
+        if kind == "reasoning":
+            thought += text_of(item.get("content") or [], f"{field}.content", {"reasoning_text": "text"})
+            continue
+        if kind != "message":
+            raise bad_field(f"{field}.type", f'{echo(kind)} is not supported here; "message" and "reasoning" are')
+        entry: dict[str, Any] = {"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content", KINDS)}
+        if thought and entry["role"] == "assistant":
+            entry["reasoning_content"] = thought
+        thought = ""
+        made.append(entry)
+        places.append(field)
+    if not request.input:
+        raise bad_field("input", "an empty list; at least one item is needed")
+    return made, places

@@ -1,0 +1,187 @@
+"""/v1/responses and /v1/messages: the official client's view of the one, the event grammar of both, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from runtime.types import Emission
+
+EOS, THINK_END = 256, 262
+
+
+def say(*runs: list[int]) -> Any:
+    return lambda _: [*runs, [EOS]]
+
+
+def think_then(answer: str) -> Any:
+    """Thoughts, the end of thinking in the middle of a run, an answer."""
+    return say(list(b"hm"), [*b"ok", THINK_END, *answer[:2].encode()], list(answer[2:].encode()))
+
+
+def named_events(server: Any, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
+    response = server.client.open("POST", path, {**body, "stream": True})
+    assert response.status == 200, response.read()
+    found = []
+    for block in response.read().decode().split("\n\n"):
+        if block.startswith("event: "):
+            name, _, data = block.removeprefix("event: ").partition("\ndata: ")
+            found.append((name, json.loads(data)))
+    return found
+
+
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10)
+
+
+def test_the_official_client_reads_a_response(start_server: Any) -> None:
+    server = start_server(think_then("hello"))
+    made = client(server).responses.create(model="fake", input="hi", instructions="be brief", reasoning={"effort": "high"}, store=False)
+    assert made.output_text == "hello" and made.status == "completed"
+    assert [item.type for item in made.output] == ["reasoning", "message"]
+    assert made.output[0].content[0].text == "hmok"
+    assert made.usage is not None and made.usage.output_tokens == 11 and made.usage.output_tokens_details.reasoning_tokens == 4
+    again = client(server).responses.create(model="fake", input=[*made.output, {"role": "user", "content": "go on"}])
+    assert again.status == "completed", "the output of one turn is the input of the next"
+
+
+def test_the_official_client_streams_what_it_answers_whole(start_server: Any) -> None:
+    server = start_server(think_then("hello"))
+    with client(server).responses.stream(model="fake", input="hi", reasoning={"effort": "low"}) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert final.output_text == "hello"
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    whole = client(server).responses.create(model="fake", input="hi", reasoning={"effort": "low"})
+    strip = lambda made: [(item.type, item.content[0].text) for item in made.output]  # noqa: E731
+    assert strip(final) == strip(whole) == [("reasoning", "hmok"), ("message", "hello")]
+
+
+def test_response_events_are_numbered_and_closed(start_server: Any) -> None:
+    server = start_server(think_then("hello"))
+    events = named_events(server, "/v1/responses", {"input": "hi", "reasoning": {"effort": "high"}})
+    assert [body["sequence_number"] for _, body in events] == list(range(len(events)))
+    assert all(name == body["type"] for name, body in events)
+    opened = [body["output_index"] for name, body in events if name == "response.output_item.added"]
+    closed = [body["output_index"] for name, body in events if name == "response.output_item.done"]
+    assert opened == closed == [0, 1]
+    joined = "".join(body["delta"] for name, body in events if name == "response.output_text.delta")
+    assert joined == next(body["text"] for name, body in events if name == "response.output_text.done") == "hello"
+
+
+def test_a_cut_response_is_incomplete(start_server: Any) -> None:
+    server = start_server(lambda _: [[97]] * 100)
+    body = {"input": "hi", "max_output_tokens": 3, "reasoning": {"effort": "none"}}
+    _, made = server.client.post("/v1/responses", body)
+    assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert made["output"][0]["content"][0]["text"] == "aaa"
+    assert named_events(server, "/v1/responses", body)[-1][0] == "response.incomplete"
+
+
+def test_a_message_has_anthropics_form(start_server: Any) -> None:
+    server = start_server(think_then("hello"))
+    body = {"max_tokens": 50, "system": "be brief", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    thinking = {**body, "thinking": {"type": "enabled", "budget_tokens": 20}}
+    status, made = server.client.post("/v1/messages", thinking, x_api_key="any", anthropic_version="2023-06-01")
+    assert (status, made["type"], made["role"], made["stop_reason"], made["stop_sequence"]) == (
+        200,
+        "message",
+        "assistant",
+        "end_turn",
+        None,
+    )
+    assert [(part["type"], part.get("text") or part.get("thinking")) for part in made["content"]] == [
+        ("thinking", "hmok"),
+        ("text", "hello"),
+    ]
+    prompt = made["usage"]["input_tokens"] + made["usage"]["cache_read_input_tokens"]
+    assert made["usage"]["output_tokens"] == 11
+    counted = {key: value for key, value in thinking.items() if key != "max_tokens"}
+    assert server.client.post("/v1/messages/count_tokens", counted) == (200, {"input_tokens": prompt})
+    events = named_events(server, "/v1/messages", thinking)
+    assert [name for name, _ in events if name != "content_block_delta"] == [
+        "message_start",
+        *["content_block_start", "content_block_stop"] * 2,
+        "message_delta",
+        "message_stop",
+    ]
+    deltas = [body["delta"] for name, body in events if name == "content_block_delta"]
+    assert "".join(delta.get("text", "") for delta in deltas) == "hello"
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "hmok"
+    assert events[-2][1]["usage"]["output_tokens"] == 11
+    back = [*body["messages"], {"role": "assistant", "content": made["content"]}, {"role": "user", "content": "go on"}]
+    assert server.client.post("/v1/messages", {**body, "messages": back})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "stop"),
+    [
+        ({"max_tokens": 3}, ("max_tokens", None)),
+        ({"stop_sequences": ["cd"]}, ("stop_sequence", "cd")),
+        ({}, ("end_turn", None)),
+    ],
+)
+def test_why_a_message_ended(start_server: Any, fields: dict[str, Any], stop: tuple[str, str | None]) -> None:
+    server = start_server(say(list(b"abcdef")))
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}], **fields}
+    _, made = server.client.post("/v1/messages", body)
+    assert (made["stop_reason"], made["stop_sequence"]) == stop
+    delta = named_events(server, "/v1/messages", body)[-2][1]["delta"]
+    assert (delta["stop_reason"], delta["stop_sequence"]) == stop
+
+
+TALK = [{"role": "user", "content": "hi"}]
+IMAGE = {"type": "image", "source": {}}
+REFUSED = [
+    ("/v1/responses", {}, "input"),
+    ("/v1/responses", {"input": []}, "input"),
+    ("/v1/responses", {"input": "x", "store": True}, "store"),
+    ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ("/v1/responses", {"input": "x", "background": True}, "background"),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+    ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ("/v1/responses", {"input": "x", "reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ("/v1/responses", {"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ("/v1/responses", {"input": "x", "temperature": 3}, "temperature"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].type"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ("/v1/responses", {"input": [{"role": "nobody", "content": "x"}], "instructions": "y"}, "input[0].role"),
+    ("/v1/messages", {"max_tokens": 5}, "messages"),
+    ("/v1/messages", {"messages": TALK}, "max_tokens"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 0}, "max_tokens"),
+    ("/v1/messages", {"messages": [], "max_tokens": 5}, "messages"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "tools": [{"name": "x"}]}, "tools"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "stop_sequences": [""]}, "stop_sequences"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "thinking": {"type": "maybe"}}, "thinking.type"),
+    ("/v1/messages", {"messages": [{"role": "system", "content": "x"}], "max_tokens": 5}, "messages[0].role"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 5}, "messages[0].content[0].type"),
+    ("/v1/messages", {"messages": [*TALK, {"role": "assistant", "content": "so"}], "max_tokens": 5}, "messages[1].role"),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), REFUSED)
+def test_what_is_not_served_is_named(running: Any, path: str, body: dict[str, Any], param: str) -> None:
+    status, answer = running.client.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert answer["error"]["message"].startswith(param)
+    if path.startswith("/v1/messages"):
+        assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+    assert running.client.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "x"}), ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]})],
+)
+def test_an_error_inside_a_stream_is_an_event_of_its_protocol(start_server: Any, path: str, body: dict[str, Any]) -> None:
+    server = start_server(lambda _: [[97], Emission("", (), "", finish="error", error="the model's output was not finite")])
+    name, last = named_events(server, path, body)[-1]
+    assert name == last["type"] == "error"
+    assert "not finite" in json.dumps(last)
+    assert server.client.get("/health")[0] == 200
