@@ -34,14 +34,15 @@ class Params(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "logits", "out_rows", "seq", "pos", "temperature", "top_p", "min_p", "top_k", "seed", "logprobs", "adjust_seq",
-            "adjust_seq_by", "adjust_row", "adjust_row_by", "live", "live_seq", "live_row", "target", "logp", "finite", "top_ids", "top_logp",
+            "logits", "out_rows", "seq", "pos", "temperature", "top_p", "min_p", "top_k", "seed", "logprobs",
+            "adjust_seq", "adjust_seq_by", "adjust_row", "adjust_row_by", "live", "live_seq", "live_row",
+            "target", "logp", "finite", "top_ids", "top_logp",
         )),
         ("V", ctypes.c_int), ("K", ctypes.c_int),
     ]  # fmt: skip
 
 
-POINTERS = tuple(name for name, kind in Params._fields_[:-2])
+POINTERS = tuple(field[0] for field in Params._fields_[:-2])
 
 
 @dataclass(frozen=True, slots=True)
