@@ -1,0 +1,199 @@
+"""What a step costs on this machine: T(M, context) of the target, T_d(S) of the drafter, and the host's share.
+
+A step is launched with the rows of its bucket, so T is a step function: 33 rows in a bucket of 48 cost what 48 do, and the
+rows in between are free. No convexity is assumed anywhere. A mixture of experts is concave where the expert union grows
+(E (1 - (1 - k/E)^M)), flat behind it and linear at last, so a rate of tokens over T has more than one local optimum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.types import Array
+
+F64 = NDArray[np.float64]
+EMA_STEPS = 64  # observations of a bucket over which it forgets
+OUTLIER = 2.0  # an observation counts at most this many times the present value: a pause of the host is no cost of the device
+FORMAT = 1
+
+
+class CurveError(ValueError):
+    """A stored curve that can not be used as it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKey:
+    """What a curve holds for: the device, the model and the tensor-parallel size."""
+
+    gpu: str
+    model: str
+    tp: int
+
+
+class Learned:
+    """A step function over rising edges: a prior shape, and what was measured of it.
+
+    An edge never measured takes the prior times the ratio measured ÷ prior of its neighbours, interpolated; past the
+    last one measured the ratio stays. So a prior of the right shape is only scaled, and a constant one is interpolated.
+    """
+
+    def __init__(self, edges: Sequence[int], prior: Sequence[float]) -> None:
+        self.edges = np.asarray(edges, np.int64)
+        self.prior = np.asarray(prior, np.float64)
+        if self.edges.ndim != 1 or len(self.edges) == 0 or (np.diff(self.edges) <= 0).any() or self.edges[0] < 1:
+            raise CurveError(f"edges {list(edges)[:8]} must be at least one count, from 1 on, rising")
+        if self.prior.shape != self.edges.shape or not (np.isfinite(self.prior) & (self.prior >= 0)).all():
+            raise CurveError(f"{self.prior.size} times for {len(self.edges)} edges; want one finite number >= 0 for each")
+        self.measured = np.full(len(self.edges), np.nan)
+        self.count = np.zeros(len(self.edges), np.int64)
+        self.value: F64 = self.prior.copy()
+
+    def at(self, n: Array | int) -> F64:
+        """The value at the smallest edge >= n; above the last edge it grows in proportion (several launches)."""
+        n = np.asarray(n)
+        place = np.minimum(np.searchsorted(self.edges, n), len(self.edges) - 1)
+        over: F64 = np.maximum(n / self.edges[-1], 1.0)
+        return self.value[place] * over
+
+    def observe(self, n: int, seconds: float) -> None:
+        """Counts one measurement in at the edge that holds n. What is above the last edge is passed over."""
+        place = int(np.searchsorted(self.edges, n))
+        if place == len(self.edges) or not np.isfinite(seconds) or seconds <= 0:
+            return
+        old = self.measured[place]
+        self.count[place] += 1
+        if np.isnan(old):
+            self.measured[place] = seconds
+        else:
+            self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(int(self.count[place]), EMA_STEPS)
+        known = np.flatnonzero(~np.isnan(self.measured))
+        ratio = self.measured[known] / np.maximum(self.prior[known], 1e-12)
+        self.value = self.prior * np.interp(self.edges, self.edges[known], ratio)
+
+
+class CostCurve:
+    """T(M, ctx), T_d(S) and the host's overhead, seconds, kept by moving means of what steps took.
+
+    buckets: rising M that steps are launched with. contexts: rising upper edges of the committed tokens that the streams
+    of a step hold together; the last one stands for all above it. Not safe for threads: the engine's thread owns it.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[int],
+        step_s: Sequence[float] | Sequence[Sequence[float]],
+        *,
+        key: CurveKey,
+        contexts: Sequence[int] = (1 << 40,),
+        streams: Sequence[int] = (1 << 20,),
+        draft_s: Sequence[float] = (0.0,),
+        overhead_s: float = 0.0,
+        note: str = "",
+    ) -> None:
+        rows: Sequence[Sequence[float]] = np.broadcast_to(np.asarray(step_s, np.float64), (len(contexts), len(buckets))).tolist()
+        if not overhead_s >= 0:
+            raise CurveError(f"overhead: {overhead_s!r} s must be 0 or more")
+        self.key = key
+        self.note = note  # where the prior comes from and what it assumes
+        self.contexts = tuple(contexts)
+        self._steps = [Learned(buckets, row) for row in rows]
+        self._draft = Learned(streams, draft_s)
+        self._overhead = Learned((1,), (overhead_s,))
+        if list(self.contexts) != sorted(set(self.contexts)) or not self.contexts:
+            raise CurveError(f"contexts {self.contexts} must rise")
+
+    @property
+    def buckets(self) -> Array:
+        return self._steps[0].edges
+
+    @property
+    def overhead_s(self) -> float:
+        return float(self._overhead.value[0])
+
+    def _for_context(self, ctx: int) -> Learned:
+        place = min(int(np.searchsorted(self.contexts, ctx)), len(self.contexts) - 1)
+        seen = [i for i, step in enumerate(self._steps) if step.count.any()]
+        return self._steps[min(seen, key=lambda i: abs(i - place))] if seen and place not in seen else self._steps[place]
+
+    def step(self, rows: Array | int, ctx: int = 0) -> F64:
+        """Seconds of a step of that many live rows; a context never measured costs what the nearest measured one does."""
+        return self._for_context(ctx).at(rows)
+
+    def draft(self, streams: int) -> float:
+        return float(self._draft.at(streams)) if streams else 0.0
+
+    def step_seconds(self, rows: int, streams: int, ctx: int = 0) -> float:
+        """A whole cycle: host, draft for `streams` roots (0: none), verification."""
+        return self.overhead_s + self.draft(streams) + float(self.step(rows, ctx))
+
+    def observe_step(self, rows: int, ctx: int, seconds: float) -> None:
+        self._steps[min(int(np.searchsorted(self.contexts, ctx)), len(self.contexts) - 1)].observe(rows, seconds)
+
+    def observe_draft(self, streams: int, seconds: float) -> None:
+        self._draft.observe(streams, seconds)
+
+    def observe_overhead(self, seconds: float) -> None:
+        self._overhead.observe(1, seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Milliseconds as they stand now; a curve read back takes them as its prior."""
+        return {
+            "format": FORMAT,
+            "gpu": self.key.gpu,
+            "model": self.key.model,
+            "tp": self.key.tp,
+            "note": self.note,
+            "overhead_ms": round(self.overhead_s * 1e3, 6),
+            "draft_streams": self._draft.edges.tolist(),
+            "draft_ms": [round(v * 1e3, 6) for v in self._draft.value.tolist()],
+            "buckets": self.buckets.tolist(),
+            "contexts": list(self.contexts),
+            "step_ms": [[round(v * 1e3, 6) for v in self._for_context(edge).value.tolist()] for edge in self.contexts],
+        }
+
+    def save(self, path: Path) -> None:
+        """Writes the curve as JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".tmp")
+        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    @staticmethod
+    def load(path: Path, key: CurveKey | None = None) -> CostCurve:
+        """Reads a curve; with a key, only one of that GPU, model and TP. CurveError names file, field and both values."""
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CurveError(f"{path}: not JSON ({error}); delete it to measure again") from None
+        if not isinstance(held, Mapping) or held.get("format") != FORMAT:
+            raise CurveError(f"{path}: not a cost curve of format {FORMAT}; delete it to measure again")
+        for name, want in (("gpu", key.gpu), ("model", key.model), ("tp", key.tp)) if key else ():
+            if held.get(name) != want:
+                raise CurveError(f"{path}: {name} is {held.get(name)!r}, wanted {want!r}; measure a curve for it")
+        try:
+            return CostCurve(
+                held["buckets"],
+                np.asarray(held["step_ms"], np.float64) / 1e3,  # type: ignore[arg-type]
+                key=CurveKey(str(held["gpu"]), str(held["model"]), int(held["tp"])),
+                contexts=held["contexts"],
+                streams=held["draft_streams"],
+                draft_s=(np.asarray(held["draft_ms"], np.float64) / 1e3).tolist(),
+                overhead_s=float(held["overhead_ms"]) / 1e3,
+                note=str(held.get("note", "")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CurveError(f"{path}: {type(error).__name__}: {error}; delete it to measure again") from None
+
+
+def curve_file(folder: Path, key: CurveKey) -> Path:
+    """Where the curve of a key is kept: one file a key, named after it."""
+    name = "-".join((key.gpu, key.model, f"tp{key.tp}"))
+    return folder / ("".join(c if c.isalnum() or c in "-_." else "_" for c in name) + ".json")

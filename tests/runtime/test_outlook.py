@@ -1,0 +1,61 @@
+"""Whether to draft: what recent trees were worth against what a draft costs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runtime.curve import CostCurve, CurveKey
+from runtime.outlook import POOL, PROBE, Outlook
+
+GOOD, POOR = np.tile([0.9, 0.8, 0.5, 0.3], (POOL, 1)), np.full((POOL, 4), 0.01)
+
+
+def curve(draft_s: float = 0.1, large_s: float = 1.2) -> CostCurve:
+    return CostCurve((4, 16, 256), (1.0, large_s, 30.0), key=CurveKey("test", "none", 1), draft_s=(draft_s,))
+
+
+def asked(outlook: Outlook, held: CostCurve, times: int = 1, streams: int = 4) -> list[bool]:
+    return [outlook.pays(held, rows=streams, base=streams, streams=streams) for _ in range(times)]
+
+
+def test_the_first_draft_is_always_made() -> None:
+    assert asked(Outlook(), curve(draft_s=99.0)) == [True]
+    assert asked(Outlook(), curve(), streams=0) == [False]
+
+
+def test_good_drafts_pay_and_poor_ones_do_not() -> None:
+    good, poor = Outlook(), Outlook()
+    good.observe(GOOD)
+    poor.observe(POOR)
+    assert all(asked(good, curve(), 100))
+    assert asked(poor, curve(), PROBE - 1) == [False] * (PROBE - 1)
+    assert asked(good, curve(draft_s=50.0)) == [False], "mutation: leaving the draft out of the cost"
+    assert asked(good, curve(large_s=40.0)) == [False], "verifying costs more than it brings"
+
+
+def test_one_step_in_32_looks_again() -> None:
+    outlook = Outlook()
+    outlook.observe(POOR)
+    answers = asked(outlook, curve(), 10 * PROBE)
+    assert sum(answers) == 10 and answers.index(True) == PROBE - 1
+    outlook.observe(GOOD)
+    assert asked(outlook, curve()) == [True], "the pool has changed"
+
+
+def test_only_the_last_trees_count() -> None:
+    outlook = Outlook()
+    outlook.observe(GOOD)
+    outlook.observe(np.repeat(POOR[:1], POOL - 1, axis=0))
+    outlook.observe(POOR[:1, :2])
+    assert asked(outlook, curve()) == [False]
+    outlook.observe(np.tile(GOOD, (3, 1)))
+    assert asked(outlook, curve()) == [True]
+
+
+def test_the_pool_stands_for_any_number_of_streams() -> None:
+    """One stream on a curve where only its best node pays, and many on one where all rows are free."""
+    outlook = Outlook()
+    outlook.observe(GOOD[:5])
+    held = CostCurve((1, 2, 1024), (1.0, 1.1, 1.1), key=CurveKey("test", "none", 1))
+    assert asked(outlook, held, streams=1) == asked(outlook, held, streams=200) == [True]
+    assert not outlook.pays(held, rows=1, base=1, streams=1, most=0)
