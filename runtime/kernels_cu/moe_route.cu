@@ -26,13 +26,11 @@ constexpr int kThreads = 512, kWarps = kThreads / 32, kMine = MAX_EXPERTS / 32, 
 struct Sorted {
   int4* chunks;      // [n] {expert, first sorted row, rows, first chunk of the expert | its chunks << 18}
   int* total;        // [1]
-  int* choice;       // [rows] sorted row -> choice, -1 for a pad
-  float* weight;     // [rows] router weight by sorted row
+  int2* rows;        // [rows] sorted row -> {choice, or -1 for a pad; bits of its router weight}
   int* octets;       // [1] rows / 8, pads included
   int* claim;        // [1] zeroed
   int* ready;        // [n] zeroed
   int* arrived;      // [1] blocks that have routed their tokens; zeroed again by the last
-  int* go;           // [1] set to 1 when all is written; moe_combine clears it
   int chunk_rows;
 };
 
@@ -100,10 +98,7 @@ __device__ __forceinline__ void place_choices(Shared& sh, const Sorted& s, const
     for (int b = 0; b < kBatch; ++b) at[b] = e[b] >= 0 ? atomicAdd(&sh.next[e[b]], 1) : 0;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
-      if (e[b] >= 0) {
-        s.choice[at[b]] = i0 + b * kThreads;
-        s.weight[at[b]] = w[b];
-      }
+      if (e[b] >= 0) s.rows[at[b]] = make_int2(i0 + b * kThreads, (int)__float_as_uint(w[b]));
   }
 }
 
@@ -127,65 +122,60 @@ __device__ __forceinline__ void sort_choices(Shared& sh, const Sorted& s, const 
         s.chunks[chunk + i] = make_int4(e, row + first, last - first, chunk | chunks << 18);
         s.ready[chunk + i] = 0;
       }
-      for (int i = rows; i < padded; ++i) s.choice[row + i] = -1;
+      for (int i = rows; i < padded; ++i) s.rows[row + i] = make_int2(-1, 0);
     }
   }
   if (tid == 0) { *s.total = base >> kChunkBit; *s.octets = (base & ((1u << kChunkBit) - 1)) / 8; *s.claim = 0; }
   __syncthreads();
   place_choices(sh, s, expert, weight, choices);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) store_release(s.go, 1);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) moe_sort(const int* expert, const float* weight, int choices, int E, const __grid_constant__ Sorted s) {
   __shared__ Shared sh;
   clear_counts(sh);
+  pdl_trigger();
   pdl_wait();
-  pdl_trigger();                                          // not before: moe_w4 waits for `go`, which the layer before must have cleared
   __syncthreads();
   count_choices(sh, expert, choices);
   sort_choices(sh, s, expert, weight, choices, E);
 }
 
-// The k best of one token, by one warp: each lane keeps E / 32 scores, k rounds of a warp-wide best. Lane j returns choice j.
+// The k best of one token, by one warp: each lane keeps E / 32 keys, k rounds of a warp-wide best. Lane j returns choice j. The
+// chosen scores are computed again at the end: cheaper than carrying all of them through the rounds.
 __device__ __forceinline__ void best_experts(const float* logits, const float* bias, int E, int top_k, float scale, int lane, int& expert, float& weight) {
-  float score[kMine], key[kMine];
+  float score[kMine], offset[kMine];
+  uint32_t key[kMine];
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {                       // all loads first: one latency, not one each
     const int e = i * 32 + lane;
     score[i] = logits[e < E ? e : 0];
-    key[i] = bias[e < E ? e : 0];
+    offset[i] = bias[e < E ? e : 0];
   }
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
-    score[i] = divide_fast(1.f, 1.f + expf(-score[i]));
-    const float k = score[i] + key[i];
-    key[i] = i * 32 + lane >= E ? -2e30f : k == k ? k : -1e30f;  // NaN comes last, but an expert it stays
+    const float k = divide_fast(1.f, 1.f + expf(-score[i])) + offset[i];
+    key[i] = i * 32 + lane >= E ? 0u : ordered(k == k ? k : -1e30f);  // NaN comes last, but an expert it stays
   }
-  float sum = 0.f, mine = 0.f;
   expert = -1;
   for (int k = 0; k < top_k; ++k) {
-    float best[kMine];
-    int slot[kMine];
+    uint32_t best = key[0];
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) { best[i] = key[i]; slot[i] = i; }
+    for (int i = 1; i < kMine; ++i) best = key[i] > best ? key[i] : best;
+    const uint32_t top = warp_max(best);
+    uint32_t mine = 0xffffu;
 #pragma unroll
-    for (int half = 1; half < kMine; half *= 2)           // a tree: log2 steps deep, ties to the lower slot
-#pragma unroll
-      for (int i = 0; i + half < kMine; i += 2 * half)
-        if (best[i + half] > best[i]) { best[i] = best[i + half]; slot[i] = slot[i + half]; }
-    const uint32_t mine_bits = ordered(best[0]), top = warp_max(mine_bits);
-    const int at = warp_min(mine_bits == top ? (uint32_t)(slot[0] * 32 + lane) : 0x7fffffffu);
-    float chosen = 0.f;
+    for (int i = kMine - 1; i >= 0; --i)
+      if (key[i] == top) mine = i * 32 + lane;
+    const uint32_t at = warp_min(mine);                   // ties to the lower expert
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
-      if (i * 32 + lane == at) { chosen = score[i]; key[i] = -2e30f; }
-    chosen = __shfl_sync(0xffffffffu, chosen, at & 31);
-    sum += chosen;
-    if (lane == k) { expert = at; mine = chosen; }
+      if (i * 32 + lane == (int)at) key[i] = 0;
+    if (lane == k) expert = at;
   }
-  weight = mine / (sum + 1e-20f) * scale;
+  const float chosen = lane < top_k ? divide_fast(1.f, 1.f + expf(-logits[expert])) : 0.f;
+  float sum = 0.f;
+  for (int k = 0; k < top_k; ++k) sum += __shfl_sync(0xffffffffu, chosen, k);
+  weight = chosen / (sum + 1e-20f) * scale;
 }
 
 // A few tokens by the whole block: a thread an expert. Each warp finds its 32 experts' best k of every token, then warp m the
@@ -247,11 +237,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 moe_route_sort(const float* logits, const float* bias, const int* live, int* expert, float* weight, float scale, int M, int E, int top_k,
                const __grid_constant__ Sorted s) {
   __shared__ Shared sh;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, m = blockIdx.x * kWarps + warp;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, each = (M + gridDim.x - 1) / gridDim.x, m = blockIdx.x * each + warp;
   const bool alone = gridDim.x == 1;
   clear_counts(sh);
+  pdl_trigger();
   pdl_wait();
-  pdl_trigger();                                          // not before: moe_w4 waits for `go`, which the layer before must have cleared
   __syncthreads();
   if (M <= kBlockTokens && E <= kThreads && top_k <= kBlockTopK) {
     route_by_block(sh, logits, bias, live, M, E, top_k, scale);
@@ -260,7 +250,7 @@ moe_route_sort(const float* logits, const float* bias, const int* live, int* exp
     sort_choices(sh, s, sh.expert, sh.weight, M * top_k, E);
     return;
   }
-  if (m < M) {
+  if (warp < each && m < M) {
     int e = -1;
     float w = 0.f;
     if (!live || live[m] >= 0) best_experts(logits + (size_t)m * E, bias, E, top_k, scale, lane, e, w);

@@ -72,10 +72,8 @@ struct Params {
   void* part;           // [splits, M k, H] f32 or bf16, row = choice number
   const int4* chunks;   // [n] {expert, first sorted row, rows, first chunk of the expert | its chunks << 18}
   const int* total;     // [1] chunks
-  const int* choice;    // [rows] sorted row -> choice (token * k + j)
-  const float* weight;  // [rows] router weight by sorted row
+  const int2* rows;     // [rows] sorted row -> {choice (token * k + j), bits of its router weight}
   int* claim;           // [1] items claimed beyond the grid's first
-  const int* go;        // [1] 1 once the work list is there: the sort's end without its exit, about 1 us sooner
   int* ready;           // [n] strips of hidden finished
   float* halves;        // [n, strips of phase 0, splits, 512 octets] sums of splits; unused without splits
   int* halves_done;     // [n, strips of phase 0] splits finished; zero between launches
@@ -252,7 +250,7 @@ __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int 
   Item it = hear(base, queue, lane);
   auto first_row = [&](const Item& i) {                   // gathered: this lane's row of x
     const int n = i.row0 + least(lane, i.rows - 1);
-    return i.steps == 0 || i.phase || PACKED ? n : p.choice[n] / p.top_k;
+    return i.steps == 0 || i.phase || PACKED ? n : p.rows[n].x / p.top_k;
   };
   int row = first_row(it);
   while (it.steps) {
@@ -283,7 +281,7 @@ __device__ __forceinline__ void stream_tokens(const Params& p, smem_t base, int 
                            return src + row_bytes * row;
 #else
                            const int n = it.row0 + t;
-                           return src + row_bytes * (it.phase ? n : p.choice[n] / p.top_k);
+                           return src + row_bytes * (it.phase ? n : p.rows[n].x / p.top_k);
 #endif
                          },
                          at_full(base, at.slot), lane);
@@ -485,8 +483,9 @@ __device__ __forceinline__ void store_hidden(Tile<NB>& acc, const Params& p, con
 template <int NB> struct Places { int choice[NB][2]; float weight[NB][2]; };
 __device__ __forceinline__ void fetch_place(const Params& p, const Item& it, int token, int& choice, float& weight) {
   const int n = it.row0 + least(token, it.rows - 1);
-  choice = p.choice[n];
-  weight = p.weight[n];
+  const int2 row = p.rows[n];
+  choice = row.x;
+  weight = __uint_as_float((uint32_t)row.y);
 }
 
 // Router weight * sums of this warp's rows, to the choice's place. EARLY: places were fetched before the sums.
@@ -619,14 +618,9 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
     }
     bar_init_fence();
   }
-  pdl_trigger();
-#if PACKED
-  pdl_wait();                                             // for the packed tokens
-#else
-  // Not pdl_wait: the kernel that sets `go` has waited for all before it, and moe_combine clears it when this one is done.
-  if (threadIdx.x == 0) wait_count(p.go, 1);
-#endif
   __syncthreads();
+  pdl_trigger();
+  pdl_wait();
   if (warp >= CW) {
     fewer_registers<WIDE>();
     if (MERGED || warp == CW) stream_weights(p, base, lane);
@@ -639,11 +633,9 @@ extern "C" __global__ void BOUNDS moe_w4(const __grid_constant__ Params p) {
 
 // out[m] = bf16(base[m] + the k parts of token m (and their splits), in order). One block a row and 1024 columns; dead rows (expert < 0) stay.
 // H a multiple of 8.
-extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, const int* expert, const uint8_t* base, uint8_t* out, int top_k, int splits, int H,
-                                                                     int* go) {
+extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, const int* expert, const uint8_t* base, uint8_t* out, int top_k, int splits, int H) {
   pdl_trigger();
   pdl_wait();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *go = 0;
   const int m = blockIdx.y, column = (blockIdx.x * 128 + threadIdx.x) * 8;
   if (column >= H || expert[(size_t)m * top_k] < 0) return;
   const size_t at = (size_t)m * H + column;
@@ -672,12 +664,12 @@ extern "C" __global__ void __launch_bounds__(128) moe_combine(const void* part, 
 
 // Rows of x in the order of the work list, in octets as PACKED tokens lie: [octet][K / 8][8 tokens][16 bytes]. Grid
 // (slices of K, most octets); rows that hold no choice are left as they are.
-extern "C" __global__ void __launch_bounds__(128) moe_pack(const uint8_t* x, const int* choice, const int* octets, uint8_t* packed, int top_k, int K) {
+extern "C" __global__ void __launch_bounds__(128) moe_pack(const uint8_t* x, const int2* rows, const int* octets, uint8_t* packed, int top_k, int K) {
   pdl_trigger();
   pdl_wait();
   const int octet = blockIdx.y, piece = blockIdx.x * 16 + threadIdx.x / 8, token = threadIdx.x % 8;
   if (octet >= *octets) return;
-  const int n = choice[octet * 8 + token];
+  const int n = rows[octet * 8 + token].x;
   if (n < 0) return;
   const uint8_t* row = x + (size_t)(n / top_k) * K * 2;
   uint8_t* out = packed + (size_t)octet * 8 * K * 2 + token * 16;

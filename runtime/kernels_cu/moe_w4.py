@@ -16,6 +16,8 @@ from runtime.kernels_cu._launch import Function, Launch, load
 from runtime.kernels_cu.moe_config import Config, Dims
 
 SORT_THREADS = 512
+ALONE_TOKENS = 16  # what one block routes, a warp a token, without waiting for others
+ROUTE_TOKENS = 4  # a block of several: one warp a scheduler, which issue alone bounds
 
 
 class Phase(ctypes.Structure):
@@ -33,8 +35,8 @@ class Params(ctypes.Structure):
 
     _fields_ = [
         ("phase", Phase * 2), ("hidden", ctypes.c_void_p), ("part", ctypes.c_void_p), ("chunks", ctypes.c_void_p),
-        ("total", ctypes.c_void_p), ("choice", ctypes.c_void_p), ("weight", ctypes.c_void_p), ("claim", ctypes.c_void_p),
-        ("go", ctypes.c_void_p), ("ready", ctypes.c_void_p), ("halves", ctypes.c_void_p), ("halves_done", ctypes.c_void_p),
+        ("total", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("claim", ctypes.c_void_p),
+        ("ready", ctypes.c_void_p), ("halves", ctypes.c_void_p), ("halves_done", ctypes.c_void_p),
         ("top_k", ctypes.c_int), ("hidden_row", ctypes.c_int), ("part_row", ctypes.c_int),
         ("choices", ctypes.c_int), ("most_chunks", ctypes.c_int), ("stage_bytes", ctypes.c_int), ("stages_at", ctypes.c_int),
     ]  # fmt: skip
@@ -44,9 +46,9 @@ class Sorted(ctypes.Structure):
     """`Sorted` of moe_route.cu."""
 
     _fields_ = [
-        ("chunks", ctypes.c_void_p), ("total", ctypes.c_void_p), ("choice", ctypes.c_void_p), ("weight", ctypes.c_void_p),
+        ("chunks", ctypes.c_void_p), ("total", ctypes.c_void_p), ("rows", ctypes.c_void_p),
         ("octets", ctypes.c_void_p), ("claim", ctypes.c_void_p), ("ready", ctypes.c_void_p), ("arrived", ctypes.c_void_p),
-        ("go", ctypes.c_void_p), ("chunk_rows", ctypes.c_int),
+        ("chunk_rows", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -56,13 +58,13 @@ def scale_shift(exponent: int) -> int:
 
 
 def workspace_bytes(dims: Dims, config: Config) -> dict[str, int]:
-    """Bytes of each scratch array of a layer, by field name. arrived, go and halves_done must be zero before the first call."""
+    """Bytes of each scratch array of a layer, by field name. arrived and halves_done must be zero before the first call."""
     choices = dims.M * dims.top_k
     chunks = most_chunks(dims, config)
     rows = 8 * most_octets(dims)
     return {
-        "chunks": 16 * chunks, "ready": 4 * chunks, "choice": 4 * rows, "row_weight": 4 * rows, "total": 4, "octets": 4, "claim": 4,
-        "arrived": 4, "go": 4, "hidden": 2 * rows * dims.F, "part": (4 if config.float_parts else 2) * config.splits * choices * dims.H,
+        "chunks": 16 * chunks, "ready": 4 * chunks, "rows": 8 * rows, "total": 4, "octets": 4, "claim": 4,
+        "arrived": 4, "hidden": 2 * rows * dims.F, "part": (4 if config.float_parts else 2) * config.splits * choices * dims.H,
         "halves": 2048 * config.octets * chunks * dims.strips[0] * config.splits13 if config.splits13 > 1 else 16,
         "halves_done": 4 * chunks * dims.strips[0],
         "packed": 2 * rows * dims.H if config.wgmma else 16,
@@ -93,13 +95,12 @@ def fill_params(dims: Dims, config: Config, at: dict[str, int], exponents: tuple
         for i, w in enumerate((at["w13"], at["w2"]))
     ]
     params = Params(
-        (Phase * 2)(*phases), at["hidden"], at["part"], at["chunks"], at["total"], at["choice"], at["row_weight"], at["claim"],
-        at["go"], at["ready"], at["halves"], at["halves_done"], dims.top_k, dims.F, dims.H, dims.M * dims.top_k, most_chunks(dims, config),
+        (Phase * 2)(*phases), at["hidden"], at["part"], at["chunks"], at["total"], at["rows"], at["claim"], at["ready"],
+        at["halves"], at["halves_done"], dims.top_k, dims.F, dims.H, dims.M * dims.top_k, most_chunks(dims, config),
         config.stage_bytes(), config.stages_at(),
     )  # fmt: skip
     work = Sorted(
-        at["chunks"], at["total"], at["choice"], at["row_weight"], at["octets"], at["claim"], at["ready"], at["arrived"], at["go"],
-        config.chunk_rows,
+        at["chunks"], at["total"], at["rows"], at["octets"], at["claim"], at["ready"], at["arrived"], config.chunk_rows
     )
     return params, work
 
@@ -143,7 +144,7 @@ def layer_launches(
     ptr, i32 = ctypes.c_void_p, ctypes.c_int
     if "logits" in at:
         first = Launch(
-            f["moe_route_sort"], (-(-dims.M // (SORT_THREADS // 32)), 1, 1), (SORT_THREADS, 1, 1), 0,
+            f["moe_route_sort"], (1 if dims.M <= ALONE_TOKENS else -(-dims.M // ROUTE_TOKENS), 1, 1), (SORT_THREADS, 1, 1), 0,
             (ptr(at["logits"]), ptr(at["bias"]), ptr(at["live"]), ptr(at["expert"]), ptr(at["weight"]), ctypes.c_float(scale),
              i32(dims.M), i32(dims.E), i32(dims.top_k), work), keep=keep,
         )  # fmt: skip
@@ -155,14 +156,13 @@ def layer_launches(
     main = Launch(f["moe_w4"], (sms * config.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(), (params,), keep=keep)
     last = Launch(
         f["moe_combine"], (-(-dims.H // 1024), dims.M, 1), (128, 1, 1), 0,
-        (ptr(at["part"]), ptr(at["expert"]), ptr(at["base"]), ptr(at["out"]), i32(dims.top_k), i32(config.splits), i32(dims.H),
-         ptr(at["go"])), keep=keep,
+        (ptr(at["part"]), ptr(at["expert"]), ptr(at["base"]), ptr(at["out"]), i32(dims.top_k), i32(config.splits), i32(dims.H)), keep=keep,
     )  # fmt: skip
     if not config.wgmma:
         return [first, main, last]
     slices = -(-dims.H // 1024)  # 8 pieces a thread, all in flight
     pack = Launch(
         f["moe_pack"], (slices, most_octets(dims), 1), (128, 1, 1), 0,
-        (ptr(at["x"]), ptr(at["choice"]), ptr(at["octets"]), ptr(at["packed"]), i32(dims.top_k), i32(dims.H)), keep=keep,
+        (ptr(at["x"]), ptr(at["rows"]), ptr(at["octets"]), ptr(at["packed"]), i32(dims.top_k), i32(dims.H)), keep=keep,
     )  # fmt: skip
     return [first, pack, main, last]

@@ -357,9 +357,11 @@ inline int atomicAdd(int* at, int value) {
 inline void __threadfence() {}
 
 struct uint2 { uint32_t x, y; };
+struct int2 { int x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 inline float __uint_as_float(uint32_t bits) {

@@ -8,6 +8,6 @@ extern "C" void cpu_moe_sort(const int* expert, const float* weight, int choices
 extern "C" void cpu_moe_route_sort(const float* logits, const float* bias, const int* live, int* expert, float* weight, float scale, int M, int E, int top_k,
                                    const Sorted* s, int descending) {
   kcpu::descending = descending;
-  kcpu::launch({(unsigned)(M + kWarps - 1) / kWarps, 1, 1}, {(unsigned)kThreads, 1, 1}, 0,
+  kcpu::launch({M <= 16 ? 1u : (unsigned)(M + 3) / 4, 1, 1}, {(unsigned)kThreads, 1, 1}, 0,
                [=] { moe_route_sort(logits, bias, live, expert, weight, scale, M, E, top_k, *s); });
 }

@@ -40,7 +40,6 @@ __device__ __forceinline__ int load_acquire(const int* p) {
   return v;
 }
 __device__ __forceinline__ void add_release(int* p, int v) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-__device__ __forceinline__ void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 __device__ __forceinline__ void spin_pause() {
 #if __CUDA_ARCH__ >= 700
   asm volatile("nanosleep.u32 20;");
@@ -97,7 +96,6 @@ inline void ldmatrix_x4(uint32_t (&r)[4], smem_t a) {
 }
 inline int load_acquire(const int* p) { return *(const volatile int*)p; }
 inline void add_release(int* p, int v) { *p += v; }
-inline void store_release(int* p, int v) { *p = v; }
 inline void spin_pause() {
   static long spins = 0;
   if (++spins % kcpu::SPIN_LIMIT == 0) kcpu::deadlock("a wait for another block");

@@ -18,8 +18,7 @@ class Work:
         self.dims, self.config = dims, config
         self.room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(dims, config).items()}
         self.room["arrived"][:] = 0
-        self.room["go"][:] = 0
-        names = ("chunks", "total", "choice", "row_weight", "octets", "claim", "ready", "arrived", "go")
+        names = ("chunks", "total", "rows", "octets", "claim", "ready", "arrived")
         self.sorted = Sorted(*(self.room[n].ctypes.data for n in names), config.chunk_rows)
 
     def array(self, name: str, dtype: type = np.int32) -> np.ndarray:
@@ -27,7 +26,7 @@ class Work:
 
     def check(self, expert: np.ndarray, weight: np.ndarray) -> None:
         """Every live choice has exactly one row, in a chunk of its expert; pads are -1; counters are zero."""
-        total, choice = int(self.array("total")[0]), self.array("choice")
+        total, choice = int(self.array("total")[0]), self.array("rows").reshape(-1, 2)[:, 0]
         chunks = self.array("chunks").reshape(-1, 4)[:total]
         flat, flat_weight = expert.reshape(-1), weight.reshape(-1)
         seen: list[int] = []
@@ -37,7 +36,7 @@ class Work:
             assert row % 8 == 0 and 1 <= rows <= self.config.chunk_rows
             places = choice[row : row + rows]
             assert (flat[places] == e).all()
-            np.testing.assert_array_equal(self.array("row_weight", np.float32)[row : row + rows], flat_weight[places])
+            np.testing.assert_array_equal(self.array("rows", np.float32).reshape(-1, 2)[row : row + rows, 1], flat_weight[places])
             if i == first + count - 1:
                 assert (choice[row + rows : row + -(-rows // 8) * 8] == -1).all()
             seen.extend(places)
@@ -45,8 +44,7 @@ class Work:
         assert (np.diff(chunks[:, 0]) >= 0).all()
         assert int(self.array("octets")[0]) == sum(-(-int((flat == e).sum()) // 8) for e in np.unique(flat[flat >= 0]))
         assert int(self.array("octets")[0]) <= most_octets(self.dims)
-        assert self.array("claim")[0] == 0 and (self.array("ready")[:total] == 0).all()
-        assert self.array("arrived")[0] == 0 and self.array("go")[0] == 1
+        assert self.array("claim")[0] == 0 and (self.array("ready")[:total] == 0).all() and self.array("arrived")[0] == 0
 
 
 def route(shim, dims, logits, bias, scale=2.5, live=None, descending=False, config=None):
@@ -130,6 +128,6 @@ def test_hot_expert_is_cut_evenly(shim):
 def test_a_lost_choice_shows(shim, rng):
     dims = Dims(5, 16, 64, 32, 2)
     expert, weight, work = route(shim, dims, rng.standard_normal((5, 16)).astype(np.float32), np.zeros(16, np.float32))
-    work.array("choice")[int(work.array("chunks")[1])] += 1
+    work.array("rows").reshape(-1, 2)[int(work.array("chunks")[1]), 0] += 1
     with pytest.raises(AssertionError):
         work.check(expert, weight)

@@ -53,7 +53,7 @@ class Device:
             pytest.skip(f"wgmma needs sm_90a, this is {arch}")
         self.stream = cp.cuda.Stream(non_blocking=True)
         room = {name: cp.full(size, 0xFF, cp.uint8) for name, size in workspace_bytes(d, config).items()}
-        for name in ("arrived", "go", "halves_done"):
+        for name in ("arrived", "halves_done"):
             room[name][...] = 0
         room["w13"], room["w2"] = cp.asarray(layer.w13.data), cp.asarray(layer.w2.data)
         for name in ("x", "base"):
