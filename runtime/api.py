@@ -72,6 +72,7 @@ def load(
     block_size: int | None = None,
     num_pages: int | None = None,
     max_num_queued_reqs: int | None = None,
+    step_deadline_s: float | None = None,
     seed: int | None = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Loaded:
@@ -86,7 +87,7 @@ def load(
     activations = loading.DTYPES[dtype]
     speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config))
     source = loading.open_source(model, speculative)
-    given: dict[str, Any] = {"block_size": block_size, "max_num_queued_reqs": max_num_queued_reqs}
+    given: dict[str, Any] = {"block_size": block_size, "max_num_queued_reqs": max_num_queued_reqs, "step_deadline_s": step_deadline_s}
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or max(loading.HOST_BATCHED_TOKENS, max_num_seqs),

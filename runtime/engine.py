@@ -21,6 +21,7 @@ from runtime.scheduler import Scheduler
 from runtime.sequence import OnEmission, Sequence, Stream
 from runtime.speculate import NoSpeculation, Speculator
 from runtime.stats import EngineStats
+from runtime.trace import StepTrace
 from runtime.types import Emission, InvalidRequest, Request, SamplingParams
 
 LOG = logging.getLogger(__name__)
@@ -176,6 +177,10 @@ class Engine:
             stats.waiting = max(0, len(self._open) - stats.running)
             stats.rejected = self._stats.rejected
             return stats
+
+    def trace_to(self, trace: StepTrace | None) -> None:
+        """From the next stage on every stage and step is written to `trace`, which stays the caller's to close; None ends that."""
+        self._stats.trace = trace
 
     def check_health(self) -> str | None:
         """Why the engine should be taken out of service, or None: dead, or no step finished within step_deadline_s."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from runtime.trace import StepTrace
+
 STAGES = ("draft", "grow", "plan", "verify", "accept", "emit")  # of one step, in order; the names in logs, metrics, traces and NVTX
 FINISHES = ("stop", "length", "abort", "error")
 EMA_STEPS = 32  # steps over which step_ms_ema forgets
@@ -45,6 +47,7 @@ class EngineStats:
     callback_errors: int = 0  # on_emission calls that raised
     step_ms_ema: float = 0.0
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # wall time summed over steps
+    trace: StepTrace | None = field(default=None, repr=False, compare=False)  # hears of every stage and step
 
     def copy(self) -> EngineStats:
         return dataclasses.replace(
@@ -67,7 +70,10 @@ class EngineStats:
         try:
             yield
         finally:
-            self.stage_s[name] += time.perf_counter() - start
+            end = time.perf_counter()
+            self.stage_s[name] += end - start
+            if self.trace is not None:
+                self.trace.span(name, start, end)
 
     def count_step(self, bucket: int, rows: int, step_s: float) -> None:
         self.steps += 1
@@ -76,6 +82,10 @@ class EngineStats:
         self.bucket_s[bucket] = self.bucket_s.get(bucket, 0.0) + step_s
         weight = 1.0 / min(self.steps, EMA_STEPS)
         self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
+        if self.trace is not None:
+            end = time.perf_counter()
+            self.trace.span("step", end - step_s, end, number=self.steps, M=bucket, rows=rows, tokens=self.generation_tokens)
+            self.trace.count("rows", end - step_s, rows=rows)
 
     def count_draft(self, nodes: int, accepted: int) -> None:
         self.drafts += 1

@@ -22,6 +22,7 @@ import uvicorn
 
 from server.app import make_app
 from server.errors import ApiError
+from server.report import EngineReport
 from server.service import Service
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ log = logging.getLogger("server")
 POLL_S = 0.05
 DEAD_POLL_S = 0.25  # a dead engine is noticed within this time
 FLUSH_S = 2.0  # for error events to leave, once everything open has been ended
+DEAD_FLUSH_S = 1.0  # the same for a dead engine: with uvicorn's 2 s and the poll the process is gone within 4
 HARD_EXIT_S = 3.0  # after a second signal the process ends by force
+DEAD_EXIT_S = 4.5  # after the engine's death likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class ServeOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     version: str = ""
+    log_stats_s: float = 0.0  # seconds between two reports in the log; 0: none
 
 
 class _Uvicorn(uvicorn.Server):
@@ -127,13 +131,16 @@ class HttpServer:
             return 0 if stopping.done() else 1
         self._admit(loading.result())
         watching = asyncio.create_task(self._until_dead())
+        reporting = asyncio.create_task(self._report(loading.result()))
         await asyncio.wait({stopping, watching, serving}, return_when=asyncio.FIRST_COMPLETED)
         died = watching.done()
         if died:
             log.error("%s; ending every request and exiting", self._service.trouble())
+            self._exit_by_force(DEAD_EXIT_S, 1)
         watching.cancel()
         stopping.cancel()
-        await self._drain(0.0 if died else self._options.shutdown_timeout_s)
+        await self._drain(0.0 if died else self._options.shutdown_timeout_s, DEAD_FLUSH_S if died else FLUSH_S)
+        reporting.cancel()
         if len(self._signals) > 1:
             return 128 + self._signals[1]
         return 1 if died else 0
@@ -171,7 +178,15 @@ class HttpServer:
         while self._service.trouble() is None:
             await asyncio.sleep(DEAD_POLL_S)
 
-    async def _drain(self, timeout_s: float) -> None:
+    async def _report(self, loaded: Loaded) -> None:
+        loop, period_s = asyncio.get_running_loop(), self._options.log_stats_s
+        report = EngineReport(loaded.engine.stats, loop.time())
+        while period_s > 0:
+            await asyncio.sleep(period_s)
+            for line in report.lines(loop.time()):
+                log.info("%s", line)
+
+    async def _drain(self, timeout_s: float, flush_s: float = FLUSH_S) -> None:
         service = self._service
         service.draining = True
         if service.requests_in_flight and timeout_s:
@@ -179,7 +194,7 @@ class HttpServer:
         await self._until_idle(timeout_s)
         for generation in list(service.generations):
             generation.fail(ApiError(503, "the server stopped before the answer was complete"))
-        await self._until_idle(FLUSH_S, patient=True)
+        await self._until_idle(flush_s, patient=True)
 
     async def _until_idle(self, timeout_s: float, patient: bool = False) -> None:
         loop = asyncio.get_running_loop()
@@ -192,11 +207,16 @@ class HttpServer:
         self.stop()
         if len(self._signals) == 2:
             log.warning("second signal: stopping now")
-            hard = threading.Timer(HARD_EXIT_S, os._exit, (128 + number,))
-            hard.daemon = True
-            hard.start()
+            self._exit_by_force(HARD_EXIT_S, 128 + number)
         elif len(self._signals) > 2:
             os._exit(128 + number)
+
+    def _exit_by_force(self, after_s: float, code: int) -> None:
+        """Ends the process if it has not ended by then; only where the process is ours."""
+        if threading.current_thread() is threading.main_thread():
+            hard = threading.Timer(after_s, os._exit, (code,))
+            hard.daemon = True
+            hard.start()
 
     def _uvicorn_config(self) -> uvicorn.Config:
         config = uvicorn.Config(

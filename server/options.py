@@ -64,6 +64,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     queue_help = "requests that may wait; one more gets 503 (default 1024)"
     group.add_argument("--max-num-queued-reqs", "--max-queued-requests", dest="max_num_queued_reqs", type=int, metavar="N", help=queue_help)
+    deadline_help = "seconds that a step may take; after that the engine counts as hung and the server exits with 1 (default 120)"
+    group.add_argument("--watchdog-timeout", dest="watchdog_timeout", type=float, metavar="S", help=deadline_help)
     caching = group.add_mutually_exclusive_group()
     caching.add_argument(
         "--enable-prefix-caching", dest="prefix_caching", action="store_true", default=True, help="reuse prompts' pages (default)"
@@ -71,7 +73,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     caching.add_argument(
         "--no-enable-prefix-caching", "--disable-radix-cache", dest="prefix_caching", action="store_false", help="compute each prompt anew"
     )
+    _add_speculation_options(parser)
 
+
+def _add_speculation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "speculation", "Drafts never change the text, only the speed. Give the JSON form, or the short flags, not both."
     )
@@ -157,6 +162,7 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
         "block_size": args.block_size,
         "num_pages": args.num_pages,
         "max_num_queued_reqs": args.max_num_queued_reqs,
+        "step_deadline_s": args.watchdog_timeout,
         "seed": args.seed,
         "progress": progress,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from runtime import __version__
 from runtime.env import load_env
+from runtime.trace import StepTrace
 from server.config_file import parse_with_config
 from server.lifecycle import HttpServer, ServeOptions
 from server.limits import Limits
@@ -79,6 +81,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--access-log", action="store_true", help="one line for each request")
     group = parser.add_argument_group("observation")
+    log_help = "seconds between two lines about throughput, queue, cache and speculation in the log; 0 for none (default 10)"
+    group.add_argument("--log-stats-interval", type=float, default=10.0, metavar="S", help=log_help)
+    trace_help = "write every step and its stages there, for ui.perfetto.dev (250 MB at most)"
+    group.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
     group.add_argument("--metrics-prefix", choices=sorted(PREFIXES), default="both", help="names in /metrics (default both)")
     detail_help = "metrics.speculative_decoding in answers with usage"
     group.add_argument("--per-request-spec-decode-metrics", choices=("none", "summary", "detailed"), default="none", help=detail_help)
@@ -131,8 +137,11 @@ def serve(args: argparse.Namespace) -> int:
     service = Service(Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics, options=shown)
     bar = LoadingBar(layers_of(model_of(args)))
 
+    trace = None if args.trace is None else StepTrace(args.trace)
+
     def load() -> Loaded:
         loaded = load_from(args, bar)
+        loaded.engine.trace_to(trace)
         loaded.engine.start()
         return loaded
 
@@ -149,6 +158,7 @@ def serve(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         version=__version__,
+        log_stats_s=args.log_stats_interval,
     )
     server = HttpServer(service, where, load, loaded)
     url = server.bind()
@@ -158,6 +168,8 @@ def serve(args: argparse.Namespace) -> int:
         return server.run()
     finally:
         bar.close()
+        if trace is not None:
+            trace.close()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,4 +184,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == 1:  # the engine is dead: nothing that it left in the process may hold up the end
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
