@@ -36,6 +36,17 @@ __device__ __forceinline__ float2 lds_f32x2(smem_t a) {
   return v;
 }
 __device__ __forceinline__ void sts_f32x2(smem_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
+__device__ __forceinline__ uint32_t lds_u32(smem_t a) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+// Two floats past L1: other blocks wrote them in this launch.
+__device__ __forceinline__ float2 load_f32x2_cg(const float2* p) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
 // Threads `count` that use the same id meet and learn whether any of them said yes. PTX ISA, "barrier.cta.red".
 __device__ __forceinline__ bool named_any(int id, int count, bool yes) {
   int r;
@@ -75,6 +86,8 @@ inline uint32_t transpose8(uint32_t v) {
 inline void sts32(smem_t a, uint32_t v) { memcpy(a, &v, 4); }
 inline float2 lds_f32x2(smem_t a) { float2 v; memcpy(&v, a, 8); return v; }
 inline void sts_f32x2(smem_t a, float x, float y) { memcpy(a, &x, 4); memcpy(a + 4, &y, 4); }
+inline uint32_t lds_u32(smem_t a) { uint32_t v; memcpy(&v, a, 4); return v; }
+inline float2 load_f32x2_cg(const float2* p) { return *p; }
 inline bool named_any(int id, int count, bool yes) {
   static bool said[16];
   if (yes) said[id] = true;
@@ -87,6 +100,10 @@ inline bool named_any(int id, int count, bool yes) {
 }
 inline float exp2_fast(float x) { return exp2f(x); }
 #endif
+
+// The halves of a bf16 pair as float.
+__device__ __forceinline__ float low_half(uint32_t v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high_half(uint32_t v) { return __uint_as_float(v & 0xffff0000u); }
 
 __device__ __forceinline__ float2 pair(float x, float y) {
   float2 v;
@@ -121,7 +138,6 @@ __device__ __forceinline__ uint64_t policy_evict_last() {
 }
 // PTX ISA, "setmaxnreg".
 template <int N> __device__ __forceinline__ void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> __device__ __forceinline__ void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 // Two 8x8 matrices, each transposed: lane 8 m + r gives the address of row r of matrix m. PTX ISA, "stmatrix" (sm_90).
 __device__ __forceinline__ void stmatrix_x2_trans(smem_t a, uint32_t m0, uint32_t m1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(a), "r"(m0), "r"(m1) : "memory");

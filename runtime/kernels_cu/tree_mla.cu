@@ -1,0 +1,709 @@
+// Absorbed attention of decode steps, chains and draft trees over a paged latent cache, split over keys, in one launch.
+//
+//   out[i, a] = sum_p w[p] cache[p, :512],  w = softmax over the visible p of scale * q[i, a] . cache[p, :576]
+//
+// Row i of a sequence sees its ctx committed positions and, of the step's own nodes (node j lies at position ctx + j), those
+// that its ancestor bits name; CAUSAL builds take "j <= its own index" instead and read no bits. A node sees none after itself.
+//
+// Operands are swapped: keys are the product's rows, queries its columns, so 8 heads x 9 nodes cost 72 columns, not 128 rows.
+//
+//   S^T[64 x N]  = K[64 x 576] Q^T        N = 8 OCTETS columns: consecutive (node, head) pairs of one sequence
+//   P^T          = exp2(S^T - max)        the maximum moves only when a score passes it by 2^8
+//   O^T[512 x N] += V^T[512 x 64] P^T     V is the same tile, its first 512 columns, read transposed
+//
+//   warps 0-3, 4-7   256 of O's 512 rows each; tiles' S and softmax alternate between the two groups
+//   warps 8..        fill the ring: boxes of 64 keys x 64 columns, rope first (it is the first to be free again)
+//   the last warps   add up P's rows: sums of the very numbers that are multiplied, and 2 OCTETS registers less elsewhere
+//
+// tree_mla_plan, once a step for all layers, cuts sequences into column tiles and key ranges of equal length and lists the
+// items; tree_mla's blocks (as many as are resident) walk them. A tile of one item writes its output; otherwise its items leave
+// float32 partials, wait for one another and each adds up its share of the output, in the order of the keys.
+//
+// Bits. A range starts at a multiple of `chunk` tiles. With `chunk` given (not 0: chosen by the step's load), a column's
+// numbers depend on its own keys alone: the same alone, in company, in any bucket and as the row of a chain.
+//
+// Kimi K2.6: 1,152 B and 2,176 flops a key and column; 4.54 TB/s and 751 TFLOP/s bind equally at 87 columns.
+// Whatever is masked may hold NaN: scores are replaced, and values of the step's own positions are scrubbed before the product.
+// Sources: MLA arXiv 2405.04434, online softmax arXiv 2205.14135, tree mask arXiv 2604.12989, PTX ISA.
+#include "prim/attention.cuh"
+#include "prim/wgmma.cuh"
+
+#ifndef OCTETS
+#error "build with -DHEADS= -DOCTETS= -DSLOTS= -DPRODUCERS= -DCAUSAL= -DEARLY= -DUSE_WGMMA= -DPART_F32="
+#endif
+static_assert(HEADS >= 1 && HEADS <= 128, "heads on this rank");
+static_assert(OCTETS >= 1 && OCTETS <= 9, "columns in eights");
+static_assert(SLOTS >= (EARLY ? 17 : 9) && SLOTS <= 27, "a tile is 9 boxes; EARLY needs the next tile beside this one's values");
+static_assert(PRODUCERS == 1 || PRODUCERS == 2 || PRODUCERS == 4, "warps that fill the ring");
+static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes");
+
+using namespace prim;
+
+[[maybe_unused]] constexpr int kWidth = 576, kValue = 512, kTile = 64, kBox = 8192, kBoxes = 9;
+constexpr int kHeads = HEADS, kOctets = OCTETS, kN = 8 * kOctets, kQBox = kN * 128;
+constexpr int kAdders = (kN + 31) / 32;  // warps
+constexpr int kThreads = USE_WGMMA ? 384 : 256 + 32 * (PRODUCERS + kAdders), kHearers = 256 + 32 * kAdders;
+constexpr int kMostSequences = 1024, kMostSplits = 1024;
+constexpr float kNever = -1e30f, kSlack = 8.f;
+// Shared memory: ring, Q, P (scratch between items), then barriers and the two copies of the maxima.
+constexpr int kQAt = SLOTS * kBox, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox;
+[[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
+constexpr int kMax = (kMoved + 8 + 15) / 16 * 16;
+static_assert(kMax + 8 * kN <= 1024, "the tail of shared memory");
+
+struct Item {       // a column tile and a range of its keys; tiles = 0: nothing to do
+  int first;        // column 0 of the tile among all M * A rows of q
+  int columns;      // live columns
+  int packed;       // column 0 within its sequence: node * A + head
+  int seq, ctx;
+  int tile0, tiles; // key tiles
+  int split, splits;
+  int slot, stride; // partial of split 0, and from split to split
+  int counter;      // of the column tile
+};
+
+struct Params {
+  const uint8_t* q;           // [M, A, 576] bf16
+  const uint8_t* cache;       // [S, 576] bf16
+  const int* pages;           // [B, P]
+  const uint32_t* ancestors;  // [M, W] u64, read by halves
+  uint8_t* out;               // [M, A, 512] bf16
+  const Item* items;          // [*count]
+  const int* count;           // [1]
+  void* part;                 // [slots, 32 OCTETS, 32, 4] f32 or bf16: fragments of O
+  float* stats;               // [slots, N, 2] f32: maximum (base 2), sum
+  int* arrived;               // [column tiles] zero between launches
+  int page_size, pages_each, words, last_column, box_keys;
+  float scale_log2;           // scale * log2(e)
+};
+
+struct PlanParams {
+  const int* ctx;       // [B]
+  const int* row0;      // [B]
+  const int* seq;       // [M] sequence of a row, -1: dead
+  Item* items;          // [item_room]
+  int* count;           // [1]
+  int rows, sequences, blocks, chunk;
+  int item_room, slot_room;
+};
+
+__device__ __forceinline__ float hidden() { return __uint_as_float(0xff800000u); }  // -inf: a weight of 0
+__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ int most(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int parts(int a, int b) { return (a + b - 1) / b; }
+// Cache row of a position. Past the table, or where it holds no page, some row: it is masked.
+__device__ __forceinline__ int slot_of(const Params& p, int seq, int position) {
+  const int at = position / p.page_size, page = p.pages[(size_t)seq * p.pages_each + least(at, p.pages_each - 1)];
+  return most(page, 0) * p.page_size + position - at * p.page_size;
+}
+
+struct Cursor {  // the ring's slot of a tile's first box
+  int slot;
+  uint32_t phase;
+  __device__ __forceinline__ Cursor plus(int n) const {
+    Cursor c{slot + n, phase};
+    if (c.slot >= SLOTS) { c.slot -= SLOTS; c.phase ^= 1; }
+    return c;
+  }
+};
+
+// ---------------------------------------------------------------- planning, once a step
+// Time of a key range in key tiles, with what an item costs beyond: queries in, partials out and in again.
+constexpr int kItemOverhead = 3;
+
+extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_constant__ PlanParams p) {
+  __shared__ int rows[kMostSequences];
+  __shared__ int best_cost[256];
+  __shared__ int best_chunk[256];
+  const int t = threadIdx.x;
+  pdl_wait();
+  pdl_trigger();
+  for (int b = t; b < p.sequences; b += 256) rows[b] = 0;
+  __syncthreads();
+  for (int i = t; i < p.rows; i += 256)
+    if (p.seq[i] >= 0) atomicAdd(&rows[p.seq[i]], 1);
+  __syncthreads();
+  // Every thread tries one chunk length; the cheapest wins, the longer one where two cost the same.
+  int longest = 1, load = 0;
+  for (int b = 0; b < p.sequences; ++b)
+    if (rows[b]) {
+      const int tiles = parts(p.ctx[b] + rows[b], kTile);
+      longest = most(longest, tiles);
+      load += least(tiles * parts(rows[b] * kHeads, kN), 1 << 24);
+    }
+  int chunk = p.chunk;
+  if (!chunk) {
+    const int low = most(most(load / (8 * p.blocks), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
+    chunk = low + (int)((long long)span * t * t / (255 * 255));
+    chunk = parts(longest, parts(longest, chunk));        // as short as this number of ranges allows
+    long long items = 0, slots = 0;
+    for (int b = 0; b < p.sequences; ++b)
+      if (rows[b]) {
+        const int ranges = parts(parts(p.ctx[b] + rows[b], kTile), chunk), tiles = parts(rows[b] * kHeads, kN);
+        items += ranges * tiles;
+        if (ranges > 1) slots += ranges * tiles;
+      }
+    const bool fits = slots <= p.slot_room && items <= p.item_room;
+    best_cost[t] = fits ? (int)((items + p.blocks - 1) / p.blocks) * (chunk + kItemOverhead) : 0x7fffffff;
+    best_chunk[t] = chunk;
+    __syncthreads();
+    int cost = 0x7fffffff;
+    chunk = longest;                                      // one range each always fits
+    for (int i = 0; i < 256; ++i)
+      if (best_cost[i] < cost || (best_cost[i] == cost && cost != 0x7fffffff && best_chunk[i] > chunk)) {
+        cost = best_cost[i];
+        chunk = best_chunk[i];
+      }
+  }
+  // All threads count along the sequences and write the items of each together: same range and sequence side by side.
+  int item = 0, slot = 0, counter = 0;
+  for (int b = 0; b < p.sequences; ++b) {
+    if (!rows[b]) continue;
+    const int total = rows[b] * kHeads, tiles = parts(total, kN), ctx = p.ctx[b];
+    const int ranges = parts(parts(ctx + rows[b], kTile), chunk);
+    for (int f = t; f < ranges * tiles; f += 256) {
+      const int range = f / tiles, tile = f % tiles, packed = tile * kN, columns = least(kN, total - packed);
+      const int keys = parts(ctx + (packed + columns - 1) / kHeads + 1, kTile);  // none after the tile's last node
+      const Item it{p.row0[b] * kHeads + packed, columns, packed, b, ctx, range * chunk, most(least(chunk, keys - range * chunk), 0),
+                    range, parts(keys, chunk), slot + tile, tiles, counter + tile};
+      if (item + f < p.item_room) p.items[item + f] = it;
+    }
+    item += ranges * tiles;
+    counter += tiles;
+    if (ranges > 1) slot += ranges * tiles;
+  }
+  if (t == 0) *p.count = least(item, p.item_room);
+}
+
+// ---------------------------------------------------------------- the ring's writers
+#if USE_WGMMA
+__device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
+  const smem_t tail = base + kTailAt;
+  if (threadIdx.x != 256) return;
+  const uint64_t once = policy_evict_first(), again = policy_evict_last();
+  Cursor at{0, 1};
+  uint32_t q_phase = 1;
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Item it = p.items[i];
+    if (!it.tiles) continue;
+    const uint64_t policy = it.stride > 1 ? again : once;
+    bar_wait(tail + kQFree, q_phase);
+    q_phase ^= 1;
+    for (int j = 0; j < it.tiles; ++j) {
+      const int position = (it.tile0 + j) * kTile;
+      int rows[4];
+      const int pieces = kTile / p.box_keys;              // 1, 2 or 4
+#pragma unroll
+      for (int k = 0; k < 4; ++k) rows[k] = k < pieces ? slot_of(p, it.seq, position + k * p.box_keys) : 0;
+#pragma unroll 1
+      for (int x = 0; x < kBoxes; ++x) {
+        const smem_t full = tail + kFull + 8 * at.slot, box = base + at.slot * kBox;
+        const int column = x ? (x - 1) * 64 : kValue;
+        bar_wait(tail + kEmpty + 8 * at.slot, at.phase);
+        bar_expect(full, kBox + (j ? 0 : kQBox));
+        if (!j) tensor_copy(base + kQAt + x * kQBox, queries, full, column, it.first, again);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, rows[k], policy);
+        at = at.plus(1);
+      }
+    }
+  }
+}
+#else
+__device__ __forceinline__ void fill_ring(const Params& p, smem_t base, int count) {
+  constexpr int kLanes = 32 * PRODUCERS, kRows = 512 / kLanes;
+  const smem_t tail = base + kTailAt;
+  const int lane = threadIdx.x - 256, piece = lane & 7, row = lane >> 3;
+  Cursor at{0, 1};
+  uint32_t q_phase = 1;
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Item it = p.items[i];
+    if (!it.tiles) continue;
+    bar_wait(tail + kQFree, q_phase);
+    q_phase ^= 1;
+    for (int j = 0; j < it.tiles; ++j) {
+      const uint8_t* from[kRows];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k)
+        from[k] = p.cache + (size_t)slot_of(p, it.seq, (it.tile0 + j) * kTile + row + k * (kLanes / 8)) * (2 * kWidth) + piece * 16;
+#pragma unroll 1
+      for (int x = 0; x < kBoxes; ++x) {
+        const smem_t full = tail + kFull + 8 * at.slot, box = base + at.slot * kBox;
+        const int column = (x ? (x - 1) * 64 : kValue) * 2;
+        bar_wait(tail + kEmpty + 8 * at.slot, at.phase);
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) cp_async16(box + in_box(row + k * (kLanes / 8), piece), from[k] + column);
+        if (!j)
+          for (int r = row; r < kN; r += kLanes / 8)
+            cp_async16(base + kQAt + x * kQBox + in_box(r, piece), p.q + (size_t)least(it.first + r, p.last_column) * (2 * kWidth) + column + piece * 16);
+        cp_async_arrive(full);
+        at = at.plus(1);
+      }
+    }
+  }
+}
+#endif
+
+// ---------------------------------------------------------------- the products
+// s = the tile's keys (16 of them a warp) times the queries.
+__device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const Cursor& at, int w, int lane) {
+  const smem_t full = base + kTailAt + kFull, q = base + kQAt;
+#if USE_WGMMA
+  wgmma_fence();
+#pragma unroll
+  for (int x = 0; x < kBoxes; ++x) {
+    const Cursor c = at.plus(x);
+    bar_wait(full + 8 * c.slot, c.phase);
+    const uint64_t a = box_operand(base + c.slot * kBox, 16, 1024), b = box_operand(q + x * kQBox, 16, 1024);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, a + 2 * k, b + 2 * k, (x | k) != 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#else
+#pragma unroll
+  for (int b = 0; b < kOctets; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+  const int key = w * 16 + (lane & 15);
+#pragma unroll 1
+  for (int x = 0; x < kBoxes; ++x) {
+    const Cursor c = at.plus(x);
+    bar_wait(full + 8 * c.slot, c.phase);
+    const smem_t box = base + c.slot * kBox;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t a0[4], a1[4];
+      ldmatrix_x4(a0, box + in_box(key, 4 * half + (lane >> 4)));
+      ldmatrix_x4(a1, box + in_box(key, 4 * half + 2 + (lane >> 4)));
+#pragma unroll
+      for (int b = 0; b < kOctets; ++b) {
+        uint32_t k[4];
+        ldmatrix_x4(k, q + x * kQBox + in_box(8 * b + (lane & 7), 4 * half + (lane >> 3)));
+        mma_bf16(s[b], a0, k[0], k[1]);
+        mma_bf16(s[b], a1, k[2], k[3]);
+      }
+    }
+  }
+#endif
+}
+
+// o += the tile's values (this group's four boxes, 16 rows of O of each a warp) times the weights in P.
+__device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, const Cursor& at, int group, int w, int lane) {
+  const smem_t weights = base + kPAt;
+#if USE_WGMMA
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Cursor c = at.plus(1 + group * 4 + k);
+    bar_wait(base + kTailAt + kFull + 8 * c.slot, c.phase);  // long complete; orders this group behind the copy
+    const uint64_t a = box_operand(base + c.slot * kBox, kBox, 1024), b = box_operand(weights, 16, 1024);
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], a + 128 * kk, b + 2 * kk, 1);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#else
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {                       // 32 of the 64 keys
+    uint32_t a[4][2][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const Cursor c = at.plus(1 + group * 4 + k);
+      if (!half) bar_wait(base + kTailAt + kFull + 8 * c.slot, c.phase);
+#pragma unroll
+      for (int kk = 0; kk < 2; ++kk)
+        ldmatrix_x4_trans(a[k][kk], base + c.slot * kBox + in_box(32 * half + 16 * kk + (lane & 7) + (lane >> 4) * 8, 2 * w + (lane >> 3 & 1)));
+    }
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      uint32_t p[4];
+      ldmatrix_x4(p, weights + in_box(8 * b + (lane & 7), 4 * half + (lane >> 3)));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        mma_bf16(o[k][b], a[k][0], p[0], p[1]);
+        mma_bf16(o[k][b], a[k][1], p[2], p[3]);
+      }
+    }
+  }
+#endif
+}
+
+// P[column][key] from this warp's 16 keys of column block b.
+__device__ __forceinline__ void put_weights(smem_t weights, int b, int w, int lane, uint32_t upper, uint32_t lower) {
+#if USE_WGMMA
+  stmatrix_x2_trans(weights + b * 1024 + in_box(lane & 7, 2 * w + (lane >> 3 & 1)), upper, lower);
+#else
+  const smem_t row = weights + b * 1024 + 4 * (lane & 3);
+  sts32(row + in_box(lane >> 2, 2 * w), transpose8(upper));
+  sts32(row + in_box(lane >> 2, 2 * w + 1), transpose8(lower));
+#endif
+}
+
+// Non-finite values of the step's own positions become 0, so that a weight of 0 removes them: a key that a row does see has
+// given it a NaN weight already. This group's four boxes, keys from `from` on.
+__device__ __forceinline__ void scrub(smem_t base, const Cursor& at, int group, int from) {
+  const int t = threadIdx.x & 127, piece = t & 7;
+  for (int k = 0; k < 4; ++k) {
+    const smem_t box = base + at.plus(1 + group * 4 + k).slot * kBox;
+    for (int key = t >> 3; key < kTile; key += 16) {
+      if (key < from) continue;
+      uint4 v = lds128(box + in_box(key, piece));
+      auto clean = [](uint32_t x) { return ((x & 0x7f80u) == 0x7f80u ? 0u : x & 0xffffu) | ((x & 0x7f800000u) == 0x7f800000u ? 0u : x & 0xffff0000u); };
+      const uint4 c = make_uint4(clean(v.x), clean(v.y), clean(v.z), clean(v.w));
+      if ((c.x ^ v.x) | (c.y ^ v.y) | (c.z ^ v.z) | (c.w ^ v.w)) sts128(box + in_box(key, piece), c);
+    }
+  }
+  fence_async_proxy();
+  named_barrier(1 + group, 128);
+}
+
+// Rows d, d + 8 and columns c, c + 1 of O^T to bf16: lanes of neighbouring rows swap, so that each stores two rows of one column.
+__device__ __forceinline__ void put_output(const Params& p, int first, int columns, int b, int d, float4 v, int lane) {
+  const bool odd = lane >> 2 & 1;
+  const float x = __shfl_xor_sync(0xffffffffu, odd ? v.x : v.y, 4), z = __shfl_xor_sync(0xffffffffu, odd ? v.z : v.w, 4);
+  const int c = 8 * b + 2 * (lane & 3) + odd;
+  if (c >= columns) return;
+  uint32_t* row = reinterpret_cast<uint32_t*>(p.out + ((size_t)(first + c) * kValue + (d & ~1)) * 2);
+  row[0] = odd ? pack_bf16(x, v.y) : pack_bf16(v.x, x);
+  row[4] = odd ? pack_bf16(z, v.w) : pack_bf16(v.z, z);
+}
+
+// ---------------------------------------------------------------- adding partials up
+#if PART_F32
+using Partial = float4;
+__device__ __forceinline__ Partial pack_partial(const float (&v)[4]) { return float4{v[0], v[1], v[2], v[3]}; }
+__device__ __forceinline__ float4 load_partial(const Partial* p) {
+  const uint4 v = ldg128_cg(p);
+  return float4{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+}
+#else
+using Partial = uint2;
+__device__ __forceinline__ Partial pack_partial(const float (&v)[4]) { return uint2{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])}; }
+__device__ __forceinline__ float4 load_partial(const Partial* p) {
+  const float2 v = load_f32x2_cg(reinterpret_cast<const float2*>(p));
+  const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y);
+  return float4{low_half(a), high_half(a), low_half(b), high_half(b)};
+}
+#endif
+// Column block b, box k, warp: unit b * 32 + k * 8 + warp of 32 * OCTETS. Split `split` of a tile adds up its share of the units.
+__device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t base, int warp, int lane) {
+  const int u0 = 32 * kOctets * it.split / it.splits, u1 = 32 * kOctets * (it.split + 1) / it.splits;
+  if (threadIdx.x == 0) wait_count(p.arrived + it.counter, it.splits);
+  named_barrier(4, 256);
+  if (u0 < u1) {
+    const int b0 = u0 / 32, width = 8 * ((u1 - 1) / 32 - b0 + 1);      // columns of the share
+    for (int c = warp; c < width; c += 8) {
+      const float2* stats = reinterpret_cast<const float2*>(p.stats) + (size_t)it.slot * kN + 8 * b0 + c;
+      const size_t step = (size_t)it.stride * kN;
+      float high = kNever, sum = 0.f;
+      for (int i = lane; i < it.splits; i += 32) high = fmaxf(high, load_f32x2_cg(stats + i * step).x);
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
+      for (int i = lane; i < it.splits; i += 32) {
+        const float2 v = load_f32x2_cg(stats + i * step);
+        sum += exp2_fast(v.x - high) * v.y;
+      }
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+      for (int i = lane; i < it.splits; i += 32) sts_f32(base + (i * width + c) * 4, exp2_fast(load_f32x2_cg(stats + i * step).x - high) * (1.f / sum));
+    }
+    named_barrier(4, 256);
+    for (int u = u0 + warp; u < u1; u += 8) {
+      const Partial* from = reinterpret_cast<const Partial*>(p.part) + ((size_t)it.slot * 32 * kOctets + u) * 32 + lane;
+      const size_t step = (size_t)it.stride * 32 * kOctets * 32;
+      const smem_t weights = base + (8 * (u / 32 - b0) + 2 * (lane & 3)) * 4;
+      float4 sum{0.f, 0.f, 0.f, 0.f};
+#pragma unroll 8
+      for (int i = 0; i < it.splits; ++i) {
+        const float4 v = load_partial(from + i * step);
+        const float2 f = lds_f32x2(weights + i * width * 4);
+        sum.x = fmaf(f.x, v.x, sum.x);
+        sum.y = fmaf(f.y, v.y, sum.y);
+        sum.z = fmaf(f.x, v.z, sum.z);
+        sum.w = fmaf(f.y, v.w, sum.w);
+      }
+      const int wide = u % 8;
+      put_output(p, it.first, it.columns, u / 32, (wide >> 2) * 256 + (u / 8 % 4) * 64 + (wide & 3) * 16 + (lane >> 2), sum, lane);
+    }
+  }
+  named_barrier(4, 256);
+  if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;  // the last to leave
+}
+
+// ---------------------------------------------------------------- softmax and the walk over items
+struct Walker {
+  const Params& p;
+  smem_t base;
+  int group, w, g, q, lane;
+  uint32_t tile;               // tiles walked, over all items: phases of `ready` and `taken`
+  int which;                   // copy of the maxima that holds
+  float o[4][kOctets][4], s[kOctets][4];
+
+  __device__ __forceinline__ smem_t tail(int at) const { return base + kTailAt + at; }
+  __device__ __forceinline__ smem_t maximum(int copy, int column) const { return tail(kMax) + (copy * kN + column) * 4; }
+
+  // Hides the step's own positions from whoever does not descend from them. j0: node of the tile's first key.
+  __device__ __forceinline__ void mask(const Item& it, int j0) {
+    const int upper = j0 + w * 16 + g, lower = upper + 8, packed = it.packed, last = it.columns - 1;
+    const int row0 = it.first / kHeads - packed / kHeads;
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int c = kHeads % 8 == 0 ? 8 * b : 8 * b + 2 * q + (kHeads % 2 ? e : 0);  // columns of one node, one look
+        const int node = (packed + least(c, last)) / kHeads;
+        if (!sees(row0 + node, node, upper)) s[b][e] = hidden();
+        if (!sees(row0 + node, node, lower)) s[b][2 + e] = hidden();
+      }
+  }
+  __device__ __forceinline__ bool sees(int row, int node, int j) const {
+    if (j < 0) return true;                                // committed
+#if CAUSAL
+    return j <= node;
+#else
+    return j <= node && (p.ancestors[(size_t)row * (2 * p.words) + (j >> 5)] >> (j & 31) & 1);
+#endif
+  }
+
+  // Moves the maxima of columns whose scores passed them; scratch is P.
+  __device__ __forceinline__ void move_maxima() {
+    const smem_t scratch = base + kPAt;
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      float x = fmaxf(s[b][0], s[b][2]), y = fmaxf(s[b][1], s[b][3]);
+#pragma unroll
+      for (int d = 4; d <= 16; d *= 2) {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, d));
+        y = fmaxf(y, __shfl_xor_sync(0xffffffffu, y, d));
+      }
+      if (g == 0) sts_f32x2(scratch + (w * kN + 8 * b + 2 * q) * 4, x, y);
+    }
+    named_barrier(1 + group, 128);
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      const int c = 8 * b + 2 * q;
+      const float2 old = lds_f32x2(maximum(which, c));
+      float x = hidden(), y = hidden();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 r = lds_f32x2(scratch + (k * kN + c) * 4);
+        x = fmaxf(x, r.x);
+        y = fmaxf(y, r.y);
+      }
+      x *= p.scale_log2;
+      y *= p.scale_log2;
+      x = x > old.x + kSlack ? x : old.x;
+      y = y > old.y + kSlack ? y : old.y;
+      if (w == 0 && g == 0) sts_f32x2(maximum(which ^ 1, c), x, y);
+    }
+    named_barrier(1 + group, 128);
+    which ^= 1;
+  }
+
+  // This tile's scores to weights in P; tells everybody.
+  __device__ __forceinline__ void soften() {
+    bool passed = false;
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
+      passed |= fmaxf(s[b][0], s[b][2]) * p.scale_log2 > m.x + kSlack;
+      passed |= fmaxf(s[b][1], s[b][3]) * p.scale_log2 > m.y + kSlack;
+    }
+    const bool moved = named_any(1 + group, 128, passed);
+    if (tile) bar_wait(tail(kTaken), (tile - 1) & 1);      // everybody has read the last tile's P
+    if (moved) move_maxima();
+    if (w == 0 && lane == 0) sts32(tail(kMoved) + 4 * (tile & 1), moved);
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
+      const float p0 = exp2_fast(fmaf(s[b][0], p.scale_log2, -m.x)), p1 = exp2_fast(fmaf(s[b][1], p.scale_log2, -m.y));
+      const float p2 = exp2_fast(fmaf(s[b][2], p.scale_log2, -m.x)), p3 = exp2_fast(fmaf(s[b][3], p.scale_log2, -m.y));
+      put_weights(base + kPAt, b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) bar_arrive(tail(kReady));
+  }
+
+  // If the maxima moved, what was summed under the old ones shrinks.
+  __device__ __forceinline__ void follow_maxima(bool owner) {
+    if (!(int)lds_u32(tail(kMoved) + 4 * (tile & 1))) return;
+    if (!owner) which ^= 1;
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      const float2 old = lds_f32x2(maximum(which ^ 1, 8 * b + 2 * q)), now = lds_f32x2(maximum(which, 8 * b + 2 * q));
+      const float x = exp2_fast(old.x - now.x), y = exp2_fast(old.y - now.y);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        o[k][b][0] *= x;
+        o[k][b][1] *= y;
+        o[k][b][2] *= x;
+        o[k][b][3] *= y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void begin_item() {
+    which = 0;
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) o[k][b][0] = o[k][b][1] = o[k][b][2] = o[k][b][3] = 0.f;
+  }
+
+  // The next tile's scores; after the item's last ones the queries may be replaced.
+  __device__ __forceinline__ void score_tile(const Cursor& at, bool last) {
+    score(s, base, at, w, lane);
+    __syncwarp();
+    if (last && lane == 0) bar_arrive(tail(kQFree));
+  }
+
+  __device__ __forceinline__ Cursor walk(const Item& it, Cursor at) {
+    const int tiles = it.tiles;
+    int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
+    if (group == 0) score_tile(at, tiles == 1);
+#pragma unroll 1
+    for (int j = 0; j < tiles; ++j, own -= kTile) {
+      const bool owner = (j & 1) == group, ahead = !owner && j + 1 < tiles;
+      if (owner) {
+        if (lane == 0) bar_arrive(tail(kEmpty) + 8 * at.slot);   // the rope box
+        if (own < kTile) mask(it, -own);
+        soften();
+      } else if (EARLY && ahead) {
+        score_tile(at.plus(kBoxes), j + 2 == tiles);
+      }
+      bar_wait(tail(kReady), tile & 1);
+      follow_maxima(owner);
+      if (own < kTile) scrub(base, at, group, own);
+      mix(o, base, at, group, w, lane);
+      __syncwarp();
+      if (lane < 4) bar_arrive(tail(kEmpty) + 8 * at.plus(1 + group * 4 + lane).slot);
+      if (lane == 0) bar_arrive(tail(kTaken));
+      if (!EARLY && ahead) score_tile(at.plus(kBoxes), j + 2 == tiles);
+      at = at.plus(kBoxes);
+      ++tile;
+    }
+    return at;
+  }
+
+  // The output or a partial, while the adders see to sums and maxima.
+  __device__ __forceinline__ void finish(const Item& it, int warp) {
+    named_barrier(3, kHearers);                            // the last P is read
+    const bool split = it.splits > 1;
+    if (split) {
+      Partial* to = reinterpret_cast<Partial*>(p.part) + ((size_t)it.slot + (size_t)it.split * it.stride) * (32 * kOctets) * 32 + lane;
+#pragma unroll
+      for (int b = 0; b < kOctets; ++b)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) to[(b * 32 + k * 8 + warp) * 32] = pack_partial(o[k][b]);
+      __threadfence();
+    }
+    named_barrier(3, kHearers);                            // sums are there, maxima are fresh
+    if (split) {
+      if (threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
+      return;
+    }
+    const int first = it.first, columns = it.columns;
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      const float2 f = lds_f32x2(base + kPAt + (8 * b + 2 * q) * 4);
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        put_output(p, first, columns, b, group * 256 + k * 64 + w * 16 + g, float4{o[k][b][0] * f.x, o[k][b][1] * f.y, o[k][b][2] * f.x, o[k][b][3] * f.y}, lane);
+    }
+    named_barrier(4, 256);                                 // P is the next item's from here on
+  }
+};
+
+// One thread a column: the sum of its weights, tile by tile.
+__device__ __forceinline__ void add_weights(const Params& p, smem_t base, int count) {
+  const int c = (int)threadIdx.x - (kThreads - 32 * kAdders), lane = threadIdx.x & 31;
+  const smem_t tail = base + kTailAt, row = base + kPAt + (c >> 3) * 1024;
+  uint32_t tile = 0;
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const int tiles = p.items[i].tiles;
+    if (!tiles) continue;
+    int which = 0;
+    float sum = 0.f;
+    for (int j = 0; j < tiles; ++j, ++tile) {
+      bar_wait(tail + kReady, tile & 1);
+      const bool moved = lds_u32(tail + kMoved + 4 * (tile & 1));
+      which ^= moved;
+      if (c < kN) {
+        if (moved) sum *= exp2_fast(lds_f32(tail + kMax + ((which ^ 1) * kN + c) * 4) - lds_f32(tail + kMax + (which * kN + c) * 4));
+#pragma unroll 2
+        for (int piece = 0; piece < 8; ++piece) {
+          const uint4 v = lds128(row + in_box(c & 7, piece));
+          sum += ((low_half(v.x) + high_half(v.x)) + (low_half(v.y) + high_half(v.y))) + ((low_half(v.z) + high_half(v.z)) + (low_half(v.w) + high_half(v.w)));
+        }
+      }
+      __syncwarp();
+      if (lane == 0) bar_arrive(tail + kTaken);
+    }
+    named_barrier(3, kHearers);
+    if (c < kN) {
+      const Item& it = p.items[i];
+      const float high = lds_f32(tail + kMax + (which * kN + c) * 4);
+      if (it.splits > 1) reinterpret_cast<float2*>(p.stats)[((size_t)it.slot + (size_t)it.split * it.stride) * kN + c] = pair(high, sum);
+      sts_f32(base + kPAt + c * 4, 1.f / sum);
+      sts_f32(tail + kMax + c * 4, kNever);
+    }
+    __threadfence();
+    named_barrier(3, kHearers);
+  }
+}
+
+#if USE_WGMMA
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap queries) {
+#else
+extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_constant__ Params p) {
+#endif
+  DYNAMIC_SMEM_1024(shared);
+  const smem_t base = smem(shared), tail = base + kTailAt;
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < SLOTS; ++i) {
+      bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
+      bar_init(tail + kEmpty + 8 * i, 4);
+    }
+    bar_init(tail + kReady, 4);
+    bar_init(tail + kTaken, 8 + kAdders);
+    bar_init(tail + kQFree, 4);
+    bar_init_fence();
+  }
+  if (threadIdx.x < kN) sts_f32(tail + kMax + threadIdx.x * 4, kNever);
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+  const int count = *p.count;
+  if (warp >= 8) {
+    fewer_registers<USE_WGMMA>();
+#if USE_WGMMA
+    if (warp == 8) fill_ring(p, keys, queries, base, count);
+#else
+    if (warp < 8 + PRODUCERS) fill_ring(p, base, count);
+#endif
+    if (warp >= kThreads / 32 - kAdders) add_weights(p, base, count);
+    return;
+  }
+  more_registers<USE_WGMMA>();
+  {
+    Walker walker{p, base, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0};
+    Cursor at{0, 0};
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
+      if (!it.tiles) continue;
+      walker.begin_item();
+      at = walker.walk(it, at);
+      walker.finish(it, warp);
+    }
+  }
+#if USE_WGMMA
+  lower_registers<168>();                                  // or ptxas gives up the 232 above: 9.6 KB of spills
+#endif
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {    // all items are under way on resident blocks: waiting is safe
+    const Item it = p.items[i];
+    if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
+  }
+}

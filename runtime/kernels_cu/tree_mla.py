@@ -1,0 +1,115 @@
+"""Attention over the latent cache on a GPU: arguments, scratch arrays and launches.
+
+    tree_mla_plan (once a step, all layers) -> tree_mla (each layer)
+
+Grids are fixed for a bucket; lengths, rows and splits are found on the device. Dead rows have sequence -1 and are not written.
+`slot` and `pos` of the op are not read: node j of a sequence lies at position ctx + j of its pages, which is the plan's rule.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from runtime.kernels_cu._build import build
+from runtime.kernels_cu._launch import Function, Launch, load
+from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
+
+
+class Params(ctypes.Structure):
+    """`Params` of tree_mla.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "cache", "pages", "ancestors", "out", "items", "count", "part", "stats", "arrived")),
+        *((name, ctypes.c_int) for name in ("page_size", "pages_each", "words", "last_column", "box_keys")),
+        ("scale_log2", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class PlanParams(ctypes.Structure):
+    """`PlanParams` of tree_mla.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("ctx", "row0", "seq", "items", "count")),
+        *((name, ctypes.c_int) for name in ("rows", "sequences", "blocks", "chunk", "item_room", "slot_room")),
+    ]  # fmt: skip
+
+
+def workspace_bytes(dims: Dims, config: Config, blocks: int) -> dict[str, int]:
+    """Bytes of each scratch array of a bucket, by field name; layers share them. `arrived` must be zero before the first call."""
+    tiles, room = most_tiles(dims, config), slot_room(dims, config, blocks)
+    return {
+        "items": 48 * (tiles + room),
+        "count": 4,
+        "part": room * config.columns * VALUE * (4 if config.float_parts else 2),
+        "stats": room * config.columns * 8,
+        "arrived": 4 * tiles,
+    }
+
+
+def fill_params(dims: Dims, config: Config, at: dict[str, int], scale: float, blocks: int) -> tuple[PlanParams, Params]:
+    """The kernels' arguments. at: address by name: q, cache, pages, ancestors, out, ctx, row0, seq and `workspace_bytes`."""
+    tiles, room = most_tiles(dims, config), slot_room(dims, config, blocks)
+    plan = PlanParams(
+        at["ctx"], at["row0"], at["seq"], at["items"], at["count"], dims.M, dims.B, blocks, config.chunk, tiles + room, room
+    )  # fmt: skip
+    names = ("q", "cache", "pages", "ancestors", "out", "items", "count", "part", "stats", "arrived")
+    box = gcd(dims.page_size, TILE)
+    params = Params(
+        *(at[name] for name in names), dims.page_size, dims.pages_each, dims.words, dims.M * dims.heads - 1, box, scale * 1.4426950408889634
+    )  # fmt: skip
+    return plan, params
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The loaded functions of one configuration; blocks: how many are launched, all of them resident."""
+
+    dims: Dims
+    config: Config
+    blocks: int
+    functions: dict[str, Function]
+
+
+def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
+    """Compiles and loads what the launches need. Needs a GPU; `_build.build` alone does not."""
+    config.check(dims, arch)
+    functions = load(build("tree_mla.cu", config.defines(dims.heads), arch).code, ("tree_mla_plan", "tree_mla"))
+    resident = functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes())
+    if resident < 1:  # blocks wait for one another's partials: all must run at once
+        raise ValueError(f"{config}: a block of {config.threads} threads and {config.smem_bytes()} bytes does not fit an SM")
+    return Kernels(dims, config, sms, functions)
+
+
+def plan_launch(kernels: Kernels, at: dict[str, int], keep: tuple[Any, ...] = ()) -> Launch:
+    """Lists the step's items: once, before the first layer."""
+    plan, _ = fill_params(kernels.dims, kernels.config, at, 1.0, kernels.blocks)
+    return Launch(kernels.functions["tree_mla_plan"], (1, 1, 1), (256, 1, 1), 0, (plan,), keep=keep)
+
+
+def layer_launch(kernels: Kernels, at: dict[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = ()) -> Launch:
+    """One layer's attention. slots: cache rows S, for the copy engine's bounds (wgmma)."""
+    dims, config = kernels.dims, kernels.config
+    _, params = fill_params(dims, config, at, scale, kernels.blocks)
+    arguments: tuple[Any, ...] = (params,)
+    if config.wgmma:
+        boxes = ((at["cache"], slots, params.box_keys), (at["q"], dims.M * dims.heads, config.columns))
+        arguments += tuple(tensor_map(*box) for box in boxes)
+    return Launch(kernels.functions["tree_mla"], (kernels.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(), arguments, keep=keep)
+
+
+def tensor_map(address: int, rows: int, box_rows: int) -> Any:
+    """CUtensorMap of a [rows, 576] bf16 array in boxes of box_rows x 64 columns, 128-byte swizzle, out of bounds zero."""
+    room = (ctypes.c_char * 192)()
+    start = -ctypes.addressof(room) % 64
+    target = (ctypes.c_char * 128).from_buffer(room, start)
+    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    sizes, strides = (ctypes.c_uint64 * 2)(WIDTH, rows), (ctypes.c_uint64 * 1)(WIDTH * 2)
+    box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    bf16, swizzle_128, promotion_256 = 9, 3, 3
+    status = encode(target, bf16, 2, ctypes.c_void_p(address), sizes, strides, box, steps, 0, swizzle_128, promotion_256, 0)
+    if status:
+        raise ValueError(f"tree_mla: no tensor map for {rows} rows at {address:#x} in boxes of {box_rows}: CUDA error {status}")
+    return target

@@ -1,0 +1,201 @@
+"""What the attention kernel can be built and launched as, which of it fits, and what it is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from runtime.hw import HARDWARE, Hardware
+
+WIDTH, VALUE, TILE = 576, 512, 64
+BOX_BYTES, BOXES, TAIL_BYTES = 8192, 9, 1024
+MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}
+MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
+ROOM_WAVES = 4  # partials a block has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """A bucket: M rows, B sequences, heads on this rank, keys: the longest sequence, page_size, words: 64-bit ancestor words a row."""
+
+    M: int
+    B: int
+    heads: int
+    keys: int
+    page_size: int = 64
+    words: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError naming the symbol that the kernels cannot take."""
+        for name, value, most in (("heads", self.heads, 128), ("B", self.B, MOST_SEQUENCES), ("M", self.M, 1 << 16)):
+            if not 1 <= value <= most:
+                raise ValueError(f"tree_mla: {name} = {value} is outside 1..{most}")
+        if self.page_size < 1 or self.keys < 1 or self.words < 1:
+            raise ValueError(f"tree_mla: page_size = {self.page_size}, keys = {self.keys}, words = {self.words}; each is at least 1")
+
+    @property
+    def pages_each(self) -> int:
+        """Entries of a sequence in the page table."""
+        return -(-self.keys // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One build and plan of the kernel.
+
+    octets: query columns a tile, in eights. slots: boxes of 8 KB in the ring of keys, 9 a tile. producers: copying warps
+    (one with wgmma). wgmma: Hopper's product and tensor copies. early: scores of the next tile before this tile's values are
+    mixed in (17 slots). causal: every sequence is a chain, ancestor words are not read. float_parts: partials in float32, so
+    that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split, 0: chosen on the
+    device for the step's load; given, a row's numbers depend on its own keys alone.
+    """
+
+    octets: int = 8
+    slots: int = 17
+    producers: int = 1
+    wgmma: bool = True
+    early: bool = False
+    causal: bool = False
+    float_parts: bool = True
+    chunk: int = 0
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.octets
+
+    def defines(self, heads: int) -> dict[str, int]:
+        return {
+            "HEADS": heads,
+            "OCTETS": self.octets,
+            "SLOTS": self.slots,
+            "PRODUCERS": self.producers,
+            "CAUSAL": int(self.causal),
+            "EARLY": int(self.early),
+            "USE_WGMMA": int(self.wgmma),
+            "PART_F32": int(self.float_parts),
+        }
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.wgmma else 256 + 32 * (self.producers + -(-self.columns // 32))
+
+    def smem_bytes(self) -> int:
+        return self.slots * BOX_BYTES + (BOXES + 1) * self.columns * 128 + TAIL_BYTES
+
+    def check(self, dims: Dims, arch: str = "sm_90a") -> None:
+        """Raises ValueError with the broken rule."""
+        dims.check()
+        if not 1 <= self.octets <= 9:
+            raise ValueError(f"{self}: {self.octets} octets of columns; 1 to 9 fit the registers")
+        least = 17 if self.early else 9
+        if not least <= self.slots <= 27:
+            raise ValueError(f"{self}: {self.slots} slots; {least} to 27{' with early' if self.early else ''}")
+        if self.smem_bytes() > MAX_SMEM_BYTES[arch]:
+            raise ValueError(f"{self}: {self.smem_bytes()} bytes of shared memory, {arch} has {MAX_SMEM_BYTES[arch]}")
+        if self.wgmma and (arch != "sm_90a" or self.producers != 1):
+            raise ValueError(f"{self}: wgmma needs sm_90a (not {arch}) and one producer")
+        if not self.wgmma and (self.producers not in (1, 2, 4) or self.octets > 4):
+            raise ValueError(f"{self}: mma.sync takes 1, 2 or 4 producers and up to 4 octets (registers)")
+        if self.wgmma and gcd(dims.page_size, TILE) < 16:
+            raise ValueError(f"{self}: tensor copies need page_size = {dims.page_size} to be a multiple of 16; build without wgmma")
+        if self.chunk and -(-(dims.keys + TILE) // (self.chunk * TILE)) > MOST_SPLITS:
+            raise ValueError(f"{self}: {dims.keys} keys in splits of {self.chunk} tiles are more than {MOST_SPLITS} splits")
+
+
+def candidates(dims: Dims, arch: str = "sm_90a", causal: bool = False, chunk: int = 0) -> Iterator[Config]:
+    """Every legal configuration worth timing: all column widths, as many slots as fit, early where they suffice."""
+    wgmma = arch == "sm_90a" and gcd(dims.page_size, TILE) >= 16
+    for octets in range(1, 10):
+        room = (MAX_SMEM_BYTES[arch] - TAIL_BYTES - (BOXES + 1) * octets * 1024) // BOX_BYTES
+        if room < 9 or (octets - 1) * 8 >= dims.M * dims.heads:
+            break
+        for early in (False, True) if room >= 17 else (False,):
+            for parts in (True,) if chunk else (True, False):
+                config = Config(octets, min(room, 27), 1 if wgmma else 2, wgmma, early, causal, parts, chunk)
+                try:
+                    config.check(dims, arch)
+                except ValueError:
+                    continue
+                yield config
+
+
+def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None, causal: bool = False, chunk: int = 0) -> Config:
+    """The candidate of least predicted time; where nothing is measured."""
+    machine = hw or HARDWARE["h200"]
+    return min(candidates(dims, arch, causal, chunk), key=lambda c: predict_us(dims, c, machine))
+
+
+# ---------------------------------------------------------------- what this implementation pays
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Column tiles, splits of each, items, waves of resident blocks, key tiles a block walks; bytes of keys read, from L2
+    included, and of partials; columns without a row."""
+
+    tiles: int
+    splits: int
+    items: int
+    waves: int
+    tiles_each: int
+    key_bytes: int
+    partial_bytes: int
+    padded_columns: int
+
+
+def most_tiles(dims: Dims, config: Config) -> int:
+    """Column tiles in the worst case: every sequence ends in a partly filled one."""
+    return dims.M * dims.heads // config.columns + min(dims.M, dims.B)
+
+
+def slot_room(dims: Dims, config: Config, blocks: int) -> int:
+    """Partials that the workspace holds."""
+    if config.chunk:
+        return most_tiles(dims, config) * -(-(dims.keys + TILE) // (config.chunk * TILE))
+    return ROOM_WAVES * blocks
+
+
+def choose_chunk(tiles: int, sequences: int, key_tiles: int, blocks: int, room: int) -> int:
+    """tree_mla_plan's rule for equal sequences: the key tiles a split that cost least in waves x (tiles + overhead)."""
+    low = max(sequences * tiles * key_tiles // (8 * blocks), -(-key_tiles // MOST_SPLITS), 1)
+    best = (1 << 62, 0)
+    for t in range(256):
+        chunk = low + max(key_tiles - low, 0) * t * t // (255 * 255)
+        chunk = -(-key_tiles // -(-key_tiles // chunk))
+        ranges = -(-key_tiles // chunk)
+        items = ranges * tiles * sequences
+        if ranges == 1 or items <= room:
+            best = min(best, (-(-items // blocks) * (chunk + ITEM_OVERHEAD), -chunk))
+    return -best[1] or key_tiles
+
+
+def work(dims: Dims, config: Config, blocks: int = 132) -> Work:
+    """Assumes B sequences of M / B rows and `keys` keys each."""
+    rows = -(-dims.M // dims.B)
+    tiles = -(-rows * dims.heads // config.columns)
+    key_tiles = -(-dims.keys // TILE)
+    chunk = config.chunk or choose_chunk(tiles, dims.B, key_tiles, blocks, slot_room(dims, config, blocks))
+    splits = -(-key_tiles // chunk)
+    items = tiles * splits * dims.B
+    waves = -(-items // blocks)
+    partial = (4 if config.float_parts else 2) * config.columns * VALUE
+    return Work(
+        tiles * dims.B, splits, items, waves, waves * min(chunk, key_tiles), tiles * dims.B * dims.keys * WIDTH * 2,
+        0 if splits == 1 else items * partial, dims.B * tiles * config.columns - dims.M * dims.heads,
+    )  # fmt: skip
+
+
+def predict_us(dims: Dims, config: Config, hw: Hardware, blocks: int = 132) -> float:
+    """Microseconds of a layer. Constants fit the swapped-operand study on one H200 (within 20 % of each of its twelve cases).
+
+    A key tile costs a block the larger of its bytes at 0.9 of the block's share of the read rate and its products plus a
+    softmax; partials are written at 0.6 of the read rate, read back at 0.8; 3 us to launch and ramp, 1.5 us to meet.
+    """
+    w = work(dims, config, blocks)
+    peak = hw.tensor_flops / blocks * (1.05 if config.wgmma else 0.55)
+    bytes_us = TILE * WIDTH * 2 / (0.9 * hw.read_bps / blocks) * 1e6 * min(1.0, 0.35 + 0.65 * min(w.items, blocks) / blocks)
+    product_us = 2.0 * TILE * (WIDTH + VALUE) * max(config.columns, 32) / peak * 1e6
+    softmax_us = 0.25 + 0.008 * config.columns
+    tile_us = max(bytes_us, product_us + softmax_us * (0.6 if config.early else 1.0))
+    overlap_us = 0.3 * min(bytes_us, product_us) * config.columns / 72
+    partial_us = w.partial_bytes * (1 / 0.6 + 1 / 0.8) / hw.read_bps * 1e6
+    return 3.0 + w.tiles_each * (tile_us + overlap_us) * 0.97 + 1.0 * w.waves + partial_us + (1.5 if w.partial_bytes else 0.0)

@@ -1,0 +1,108 @@
+"""The attention kernel's configurations: what fits, what compiles where, what it is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.hw import HARDWARE
+from runtime.kernels_cu._build import ARCHITECTURES, build, nvrtc_version
+from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, choose_chunk, default_config, most_tiles, predict_us, work
+
+needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
+H200 = HARDWARE["h200"]
+TREES = Dims(M=90, B=10, heads=8, keys=4105)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNTIME_CACHE_DIR", str(tmp_path))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_widest_and_narrowest_compile_without_spills(arch, causal):
+    found = list(candidates(TREES, arch, causal))
+    for config in (found[0], found[-1]):
+        entries = build("tree_mla.cu", config.defines(8), arch).entries
+        assert set(entries) == {"tree_mla", "tree_mla_plan"} and entries["tree_mla"].registers * config.threads <= 65536
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("heads", [4, 5, 8, 64])
+def test_every_candidate_compiles_without_spills(arch, heads):
+    for config in candidates(replace(TREES, heads=heads), arch):
+        build("tree_mla.cu", config.defines(heads), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_candidates_are_legal_and_cover_every_page_size(arch):
+    for page in (16, 24, 32, 48, 64, 128):
+        dims = replace(TREES, page_size=page)
+        found = list(candidates(dims, arch))
+        assert found and all(c.wgmma == (arch == "sm_90a" and page != 24) for c in found)
+        for config in found:
+            config.check(dims, arch)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"octets": 10}, "octets"),
+        ({"slots": 8}, "slots"),
+        ({"slots": 16, "early": True}, "17"),
+        ({"octets": 9, "slots": 18}, "shared memory"),
+        ({"producers": 2}, "one producer"),
+        ({"wgmma": False, "octets": 6, "slots": 9}, "mma.sync"),
+        ({"chunk": 1}, "splits"),
+    ],
+)
+def test_a_broken_rule_is_named(change, rule):
+    dims = replace(TREES, keys=262144)
+    Config().check(dims)
+    with pytest.raises(ValueError, match=rule):
+        replace(Config(), **change).check(dims)
+
+
+@pytest.mark.parametrize("name", ["heads", "M", "B", "page_size", "keys"])
+def test_dims_out_of_range_are_named(name):
+    with pytest.raises(ValueError, match=name):
+        replace(TREES, **{name: 0}).check()
+
+
+def test_splits_fill_the_device_once():
+    """Ten streams of 64k keys: 13 splits, 130 blocks; one split more would need a second wave."""
+    assert work(Dims(90, 10, 8, 65545), Config(octets=9)).waves == 1
+    assert work(Dims(90, 10, 8, 65545), Config(octets=9)).splits == 13
+    chunk = choose_chunk(1, 10, 1025, 132, 528)
+    assert chunk == 79
+    assert choose_chunk(400, 1, 10, 132, 528) == 10  # more tiles than blocks and short: no split
+
+
+def test_worst_case_tiles_hold_any_batch():
+    config = Config(octets=1)
+    dims = replace(TREES, heads=5)
+    for rows in ([1] * 10, [81] + [1] * 9, [9] * 10, [40, 50]):
+        assert sum(-(-n * 5 // 8) for n in rows) <= most_tiles(dims, config)
+
+
+# Medians of the swapped-operand study on one H200, us: heads x q, streams, context.
+STUDY = [
+    (1, 10, 4096, 17.9), (9, 1, 4096, 15.0), (9, 10, 4096, 37.0), (1, 10, 65536, 187.8), (9, 10, 65536, 250.1), (1, 1, 4096, 6.6),
+    (1, 1, 65536, 25.0), (9, 1, 65536, 42.4), (4, 1, 4096, 9.1), (4, 10, 4096, 23.2), (4, 1, 65536, 29.1), (4, 10, 65536, 191.8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("q", "streams", "ctx", "us"), STUDY)
+def test_prediction_is_near_the_study(q, streams, ctx, us):
+    predicted = predict_us(Dims(q * streams, streams, 8, ctx), Config(octets=q, slots=17), H200)
+    assert 0.75 * us < predicted < 1.35 * us, predicted
+
+
+def test_default_is_a_candidate_of_one_tile_for_nine_nodes():
+    assert default_config(TREES).octets == 9
+    assert not default_config(TREES, "sm_120a").wgmma

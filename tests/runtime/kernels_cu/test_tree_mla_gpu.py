@@ -1,0 +1,153 @@
+"""Tree attention on a GPU: both products against the definition, poison, ragged batches, bits, graphs replayed at other lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, plan_launch, workspace_bytes
+from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates
+from runtime.ops import OPS
+from tests.compare import check_bitwise, check_close
+from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, bf16, make_batch
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = OPS["tree_mla"].tolerance
+PLAN = ("ctx", "row0", "seq", "ancestors", "pages")
+
+
+class Device:
+    """One batch on the device: uploads, launches, results."""
+
+    def __init__(self, batch: Batch, config: Config) -> None:
+        import cupy as cp
+
+        from tools.moe_rig import arch_of_device
+
+        self.cp, arch = cp, arch_of_device()
+        if config.wgmma and arch != "sm_90a":
+            pytest.skip(f"wgmma needs sm_90a, this is {arch}")
+        d = batch.dims
+        sms = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        room = {name: cp.full(size, 0xFF, cp.uint8) for name, size in workspace_bytes(d, config, sms).items()}
+        room["arrived"][...] = 0
+        room |= {name: cp.asarray(getattr(batch, name)) for name in PLAN}
+        room |= {name: cp.asarray(getattr(batch, name).view(np.uint16)) for name in ("q", "cache")}
+        self.out = room["out"] = cp.full((d.M, d.heads, 512), 0xFFFF, cp.uint16)
+        self.room = room
+        kernels = build_kernels(d, config, arch, sms)
+        at = {name: a.data.ptr for name, a in room.items()}
+        self.launches = [plan_launch(kernels, at), layer_launch(kernels, at, SCALE, slots=len(batch.cache))]
+        cp.cuda.Device().synchronize()
+
+    def enqueue(self) -> None:
+        for launch in self.launches:
+            launch.run(self.stream.ptr)
+
+    def result(self) -> np.ndarray:
+        self.stream.synchronize()
+        assert not self.room["arrived"].any()
+        return self.cp.asnumpy(self.out).view(bf16).astype(np.float32)
+
+    def run(self) -> np.ndarray:
+        self.enqueue()
+        return self.result()
+
+
+def widths(heads: int) -> list[Config]:
+    """The narrowest, a middle and the widest of each family."""
+    dims = Dims(90, 10, heads, 4096)
+    portable = [c for c in candidates(dims, "sm_120a") if not c.early]
+    hopper = list(candidates(dims, "sm_90a"))
+    return [portable[0], portable[-1], *(hopper[i] for i in (0, 3, len(hopper) // 2, -4, -3, -2, -1))]
+
+
+@pytest.mark.parametrize("config", widths(8), ids=str)
+@pytest.mark.parametrize("page", [16, 48, 64])
+def test_ragged_trees_match_the_definition(config, page):
+    batch = make_batch(8, [9, 1, 33, 5, 17], [4096, 0, 777, 63, 64], page=page, seed=1, bucket=70, sequences=7)
+    check_close(Device(batch, config).run(), batch.reference(), TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", [4, 5, 16, 32, 64])
+@pytest.mark.parametrize("octets", [1, 4, 8, 9])
+def test_heads(heads, octets):
+    config = next(c for c in candidates(Dims(64, 4, heads, 4096)) if c.octets == octets)
+    batch = make_batch(heads, [9, 3], [1000, 130], seed=heads)
+    check_close(Device(batch, config).run(), batch.reference(), TOLERANCE)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(octets=4, slots=10, producers=4, wgmma=False)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_chunks(config, causal):
+    batch = make_batch(8, [1024], [300], seed=3, chain=True)
+    check_close(Device(batch, replace(config, causal=causal)).run(), batch.reference(), TOLERANCE)
+
+
+def test_a_key_of_nan_reaches_its_descendants_alone():
+    batch, healthy = (make_batch(8, [9], [700], seed=11) for _ in range(2))
+    batch.cache[batch.slot[4]] = np.nan
+    got = Device(batch, Config()).run()
+    below = (batch.ancestors[:, 0] >> np.uint64(4) & np.uint64(1)).astype(bool)
+    assert np.isnan(got[below]).all()
+    check_bitwise(got[~below], Device(healthy, Config()).run()[~below])
+
+
+@pytest.mark.parametrize("octets", [1, 9])
+def test_a_row_alone_equals_the_row_in_company(octets):
+    config = Config(octets=octets, chunk=8)
+    both = make_batch(8, [1, 9, 4], [5000, 700, 0], seed=12)
+    together = Device(both, config).run()
+    for b, rows in enumerate([slice(0, 1), slice(1, 10), slice(10, 14)]):
+        n = rows.stop - rows.start
+        alone = Batch(
+            replace(both.dims, M=n, B=1), both.q[rows].copy(), both.cache, both.pages[b : b + 1].copy(), both.ctx[b : b + 1].copy(),
+            np.zeros(1, np.int32), np.zeros(n, np.int32), both.pos[rows], both.slot[rows], both.ancestors[rows].copy(),
+        )  # fmt: skip
+        check_bitwise(Device(alone, config).run(), together[rows], f"sequence {b} alone")
+
+
+def test_ten_runs_agree_in_every_bit():
+    batch = make_batch(8, [9] * 10, [2000 + 37 * b for b in range(10)], seed=5)
+    device = Device(batch, Config(octets=9))
+    first = device.run()
+    for _ in range(10):
+        check_bitwise(device.run(), first)
+
+
+def test_one_graph_serves_every_length():
+    """Captured once, replayed with other lengths, rows and masks; the output is NaN before each replay."""
+    longest = make_batch(8, [9, 9], [4097, 4097], seed=6)
+    device = Device(longest, Config(octets=9))
+    device.run()
+    with device.stream:
+        device.stream.begin_capture()
+        device.enqueue()
+        graph = device.stream.end_capture()
+    for seed, ctx in enumerate([1, 63, 64, 65, 4095, 4097]):
+        other = make_batch(8, [9, 9], [4097, 4097], seed=6)
+        rng = np.random.default_rng(seed)
+        other.ctx[:] = ctx, rng.integers(0, ctx + 1)
+        place = other.ctx[other.seq] + np.tile(np.arange(9), 2)
+        other.slot[:] = other.pages[other.seq, place // 64] * 64 + place % 64
+        other.pos[:] = other.ctx[other.seq] + (longest.pos - 4097)
+        if seed % 2:
+            other.seq[9:] = -1
+        for name in PLAN:
+            device.room[name][...] = device.cp.asarray(getattr(other, name))
+        device.out[...] = 0xFFFF
+        device.cp.cuda.Device().synchronize()
+        graph.launch(device.stream)
+        check_close(device.result(), other.reference(), TOLERANCE, f"ctx {ctx}")
+
+
+@pytest.mark.parametrize("config", [Config(octets=9), Config(octets=4, slots=10, producers=4, wgmma=False)], ids=str)
+def test_a_dropped_ancestor_shows(config):
+    batch = make_batch(8, [9], [700], seed=15)
+    want = batch.reference()
+    batch.ancestors[8, 0] &= ~np.uint64(1)
+    with pytest.raises(AssertionError, match="elements fail"):
+        check_close(Device(batch, config).run(), want, TOLERANCE)

@@ -1,0 +1,159 @@
+"""Tree attention on the CPU shim against its definition: trees, chains, ragged batches, pages, splits, poison, bits."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runtime.kernels_cu.tree_mla import Params, PlanParams, fill_params, workspace_bytes
+from runtime.kernels_cu.tree_mla_config import Config
+from runtime.ops import OPS
+from tests.compare import check_bitwise, compare
+from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, bf16, make_batch
+
+TOLERANCE = OPS["tree_mla"].tolerance
+TINY = Config(octets=1, slots=17, producers=2, wgmma=False)
+WIDE = Config(octets=4, slots=10, producers=4, wgmma=False)
+FINE = replace(TINY, chunk=1)  # every 64 keys a split of their own
+
+
+def run(batch: Batch, get, config: Config, blocks: int = 4, descending: bool = False) -> np.ndarray:
+    """[M, A, 512] f32; the output starts as NaN, partials and items as 0xFF. blocks: how many the plan counts on."""
+    d = batch.dims
+    room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(d, config, blocks).items()}
+    room["arrived"][:] = 0
+    out = np.full((d.M, d.heads, 512), np.nan, bf16)
+    arrays = {name: getattr(batch, name) for name in ("q", "cache", "pages", "ancestors", "ctx", "row0", "seq")} | room | {"out": out}
+    plan, params = fill_params(d, config, {name: a.ctypes.data for name, a in arrays.items()}, SCALE, blocks)
+    lib = get("mla_entry.cu", config.defines(d.heads))
+    assert (lib.cpu_params_bytes(), lib.cpu_plan_bytes(), lib.cpu_item_bytes()) == (ctypes.sizeof(Params), ctypes.sizeof(PlanParams), 48)
+    lib.cpu_tree_mla_plan(ctypes.byref(plan))
+    lib.cpu_tree_mla(ctypes.byref(params), ctypes.c_size_t(config.smem_bytes()), int(descending))
+    assert not room["arrived"].any()  # ready for the next launch
+    return out.astype(np.float32)
+
+
+def check(batch: Batch, get, config: Config, **options) -> np.ndarray:
+    got = run(batch, get, config, **options)
+    found = compare(got, batch.reference(), TOLERANCE)
+    assert found.ok, str(found)
+    return got
+
+
+CASES = {
+    "one root, nothing before": (TINY, make_batch(8, [1], [0])),
+    "tree, several splits": (TINY, make_batch(8, [9], [200], seed=1)),
+    "tree in bf16 partials": (replace(TINY, float_parts=False), make_batch(8, [5], [150], seed=2)),
+    "ragged, one split": (WIDE, make_batch(8, [9, 1, 4], [63, 64, 0], seed=3)),
+    "ragged, every tile a split": (FINE, make_batch(4, [3, 9, 1], [0, 128, 65], page=16, seed=4)),
+    "64 heads": (WIDE, make_batch(64, [3], [70], page=32, seed=5)),
+    "early scores": (replace(TINY, early=True), make_batch(8, [2, 3], [130, 1], seed=6)),
+    "odd heads, odd pages": (TINY, make_batch(5, [7], [95], page=24, seed=7)),
+    "tree of more nodes than a word": (WIDE, make_batch(4, [70], [30], page=16, seed=8)),
+    "dead rows and empty sequences": (TINY, make_batch(8, [2, 3], [10, 66], seed=9, bucket=8, sequences=4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_definition(shim, name):
+    config, batch = CASES[name]
+    check(batch, shim, config)
+
+
+@pytest.mark.parametrize("name", ["tree, several splits", "ragged, every tile a split", "early scores"])
+def test_other_order_of_threads(shim, name):
+    config, batch = CASES[name]
+    check_bitwise(run(batch, shim, config, descending=True), run(batch, shim, config))
+
+
+@pytest.mark.parametrize("config", [TINY, FINE, WIDE], ids=["tiny", "fine", "wide"])
+def test_chains_need_no_ancestor_words(shim, config):
+    """The causal build against the definition, with words that say the opposite."""
+    batch = make_batch(8, [5, 11], [60, 3], seed=10, chain=True)
+    want = batch.reference()
+    batch.ancestors[:] = 0
+    found = compare(run(batch, shim, replace(config, causal=True)), want, TOLERANCE)
+    assert found.ok, str(found)
+
+
+def test_a_key_of_nan_reaches_its_descendants_alone(shim):
+    """Committed keys are everybody's; a node's own are for its descendants, whatever they hold."""
+    batch = make_batch(8, [9], [70], seed=11)
+    sick = 4
+    batch.cache[batch.slot[sick]] = np.nan
+    got, want = run(batch, shim, TINY), batch.reference()
+    below = (batch.ancestors[:, 0] >> np.uint64(sick) & np.uint64(1)).astype(bool)
+    assert 0 < below.sum() < 9
+    assert np.isnan(got[below]).all()
+    healthy = make_batch(8, [9], [70], seed=11)
+    check_bitwise(got[~below], run(healthy, shim, TINY)[~below])
+    assert compare(got[~below], want[~below], TOLERANCE).ok
+
+
+@pytest.mark.parametrize("config", [FINE, replace(TINY, chunk=2), replace(TINY, chunk=100)], ids=["fine", "two", "unsplit"])
+def test_a_row_alone_equals_the_row_in_company(shim, config):
+    """With a given chunk a row's bits depend on its own keys: not on the bucket, its place in it, the blocks or the other rows."""
+    both = make_batch(8, [1, 9, 4], [130, 70, 0], seed=12)
+    together = run(both, shim, config)
+    check_bitwise(run(both, shim, config, blocks=132), together)
+    for b, rows in enumerate([slice(0, 1), slice(1, 10), slice(10, 14)]):
+        check_bitwise(run(part_of(both, b, rows), shim, config), together[rows], f"sequence {b} alone")
+    first = slice(1, 2)  # the root sees no node: without its tree it is plain decoding
+    check_bitwise(run(part_of(both, 1, first), shim, config), together[first], "root alone")
+
+
+def test_a_chain_equals_decoding_token_by_token(shim):
+    """A row of a chain has the bits of the same token decoded alone, when those before it are committed."""
+    chain = make_batch(8, [6], [125], seed=13, chain=True)
+    together = run(chain, shim, FINE)
+    for i in range(6):
+        alone = part_of(chain, 0, slice(i, i + 1))
+        alone.ctx[:] = 125 + i
+        alone.ancestors[:] = 1
+        check_bitwise(run(alone, shim, FINE), together[i : i + 1], f"row {i}")
+
+
+def test_wider_tiles_give_the_same_bits(shim):
+    batch = make_batch(8, [9], [200], seed=14)
+    check_bitwise(run(batch, shim, FINE), run(batch, shim, replace(WIDE, chunk=1)))
+
+
+@pytest.mark.parametrize("fault", ["ancestor dropped", "ancestor added", "page", "length", "rope", "value", "row0"])
+def test_a_fault_shows(shim, fault):
+    batch = make_batch(8, [9], [70], seed=15, bucket=10)
+    want = batch.reference()
+    if fault == "ancestor dropped":
+        batch.ancestors[8, 0] &= ~np.uint64(1)  # the root, which every node sees
+    elif fault == "ancestor added":
+        hidden = next(j for j in range(7, 0, -1) if not batch.ancestors[8, 0] >> np.uint64(j) & np.uint64(1))
+        batch.ancestors[8, 0] |= np.uint64(1) << np.uint64(hidden)
+    elif fault == "page":
+        batch.pages[0, :2] = batch.pages[0, 1::-1].copy()
+    elif fault == "length":
+        batch.ctx[0] -= 1
+    elif fault == "rope":
+        batch.cache[batch.slot[0], 512:] = -batch.cache[batch.slot[0], 512:]
+    elif fault == "value":
+        batch.cache[batch.slot[0], :512] = np.roll(batch.cache[batch.slot[0], :512], 1)
+    else:
+        batch.row0[0] = 1
+    assert not compare(run(batch, shim, TINY), want, TOLERANCE).ok
+
+
+def part_of(batch: Batch, b: int, rows: slice) -> Batch:
+    """Some rows of one sequence, the first of them as node 0."""
+    n = rows.stop - rows.start
+    return Batch(
+        replace(batch.dims, M=n, B=1), batch.q[rows].copy(), batch.cache, batch.pages[b : b + 1], batch.ctx[b : b + 1].copy(),
+        np.zeros(1, np.int32), np.zeros(n, np.int32), batch.pos[rows], batch.slot[rows], batch.ancestors[rows].copy(),
+    )  # fmt: skip
+
+
+def test_mutation_balanced_splits_follow_the_load(shim):
+    """Without a given chunk the splits, and with them the last bits, follow the number of blocks: the bit tests above can fail."""
+    batch = make_batch(8, [9], [300], seed=12)
+    few, many = run(batch, shim, TINY, blocks=1), run(batch, shim, TINY, blocks=132)
+    assert compare(few, many, TOLERANCE).ok and not np.array_equal(few, many)
