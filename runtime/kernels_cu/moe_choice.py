@@ -87,7 +87,7 @@ def _wgmma_candidates(rows: float) -> Iterator[Config]:
     if 4 < rows <= 16:
         shapes += [(1, 3, 4, 4, 2, 2), (2, 3, 4, 4, 2, 2), (2, 3, 2, 5, 3, 1), (1, 3, 2, 5, 3, 1), (1, 4, 4, 4, 2, 1)]
     if 12 < rows <= 48:
-        shapes += [(1, 4, 4, 4, 2, 1), (2, 4, 4, 4, 2, 2), (3, 4, 4, 4, 2, 1), (3, 4, 2, 5, 3, 1), (2, 3, 2, 5, 3, 1), (3, 6, 4, 3, 2, 1)]
+        shapes += [(1, 4, 4, 4, 2, 1), (2, 4, 4, 4, 2, 2), (3, 4, 4, 4, 2, 1), (2, 3, 2, 5, 3, 1), (3, 6, 4, 3, 2, 1)]
     for fewest, octets, groups, stages, blocks, batch in shapes:
         yield Config(octets, groups, 4, stages, blocks, 4, 4, True, fragments=4, merged=True, batch=batch, fewest=fewest)
     if rows > 12:
