@@ -125,6 +125,25 @@ __device__ __forceinline__ Cut first_to_reach(SelectRoom& r, uint64_t wanted, Ea
   return {(uint32_t)(prefix >> 32), (uint32_t)prefix};
 }
 
+// out(rank, key, id) once for each of the `count` <= kListRoom elements up to the cut, rank by (key, id); over all threads.
+template <int BLOCK, class Each, class Out> __device__ __forceinline__ void in_order(SelectRoom& r, Cut cut, int count, Each each, Out out) {
+  __syncthreads();
+  if (threadIdx.x == 0) r.count = 0;
+  __syncthreads();
+  each([&](uint32_t key, uint32_t, uint32_t id) {
+    if (!within(cut, key, id)) return;
+    const uint32_t at = add_shared(&r.count, 1);
+    if (at < kListRoom) { r.key[at] = key; r.id[at] = id; }
+  });
+  __syncthreads();
+  count = (int)r.count < count ? (int)r.count : count;
+  for (int a = threadIdx.x; a < count; a += BLOCK) {      // listed in any order: the rank is how many stand before
+    int before = 0;
+    for (int b = 0; b < count; ++b) before += b != a && within({r.key[a], r.id[a]}, r.key[b], r.id[b]);
+    out(before, r.key[a], r.id[a]);
+  }
+}
+
 // The best of all threads' numbers, in every thread.
 template <int BLOCK> __device__ __forceinline__ uint64_t block_max(uint64_t* room, uint64_t v) {
   for (int d = 16; d; d /= 2) {
