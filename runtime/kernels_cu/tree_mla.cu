@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
 __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
   const smem_t tail = base + kTailAt;
   if (threadIdx.x != 256) return;
-  const uint64_t once = policy_evict_first(), again = policy_evict_last();
+  const uint64_t once = policy_evict_first(), again = policy_evict_normal();
   Cursor at{0, 1};
   uint32_t q_phase = 1;
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
@@ -287,7 +287,8 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
 #endif
 }
 
-// o += the tile's values (this group's four boxes, 16 rows of O of each a warp) times the weights in P.
+// o += the tile's values (this group's four boxes, 16 rows of O of each a warp) times the weights in P. Boxes are given back one by
+// one: where products bind, the ring holds two tiles and nothing more, and the next tile's copies start that much earlier.
 __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, const Cursor& at, int group, int w, int lane) {
   const smem_t weights = base + kPAt;
 #if USE_WGMMA
@@ -299,9 +300,19 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
     const uint64_t a = box_operand(base + c.slot * kBox, kBox, 1024), b = box_operand(weights, 16, 1024);
 #pragma unroll
     for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], a + 128 * kk, b + 2 * kk, 1);
+    wgmma_commit();
   }
-  wgmma_commit();
+  auto give_back = [&](int k) {
+    if (lane == 0) bar_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + k).slot);
+  };
+  wgmma_wait<3>();
+  give_back(0);
+  wgmma_wait<2>();
+  give_back(1);
+  wgmma_wait<1>();
+  give_back(2);
   wgmma_wait<0>();
+  give_back(3);
 #else
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {                       // 32 of the 64 keys
@@ -325,6 +336,8 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
       }
     }
   }
+  __syncwarp();
+  if (lane < 4) bar_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + lane).slot);
 #endif
 }
 
@@ -551,7 +564,7 @@ struct Walker {
       for (int k = 0; k < 4; ++k) o[k][b][0] = o[k][b][1] = o[k][b][2] = o[k][b][3] = 0.f;
   }
 
-  // The next tile's scores; after the item's last ones the queries may be replaced.
+  // The next tile's scores; after a group's last ones of the item it needs the queries no more.
   __device__ __forceinline__ void score_tile(const Cursor& at, bool last) {
     score(s, base, at, w, lane);
     __syncwarp();
@@ -561,7 +574,8 @@ struct Walker {
   __device__ __forceinline__ Cursor walk(const Item& it, Cursor at) {
     const int tiles = it.tiles;
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
-    if (group == 0) score_tile(at, tiles == 1);
+    if (group == 0) score_tile(at, tiles <= 2);
+    else if (tiles == 1 && lane == 0) bar_arrive(tail(kQFree));
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, own -= kTile) {
       const bool owner = (j & 1) == group, ahead = !owner && j + 1 < tiles;
@@ -570,16 +584,15 @@ struct Walker {
         if (own < kTile) mask(it, -own);
         soften();
       } else if (EARLY && ahead) {
-        score_tile(at.plus(kBoxes), j + 2 == tiles);
+        score_tile(at.plus(kBoxes), j + 3 >= tiles);
       }
       bar_wait(tail(kReady), tile & 1);
       follow_maxima(owner);
       if (own < kTile) scrub(base, at, group, own);
       mix(o, base, at, group, w, lane);
       __syncwarp();
-      if (lane < 4) bar_arrive(tail(kEmpty) + 8 * at.plus(1 + group * 4 + lane).slot);
       if (lane == 0) bar_arrive(tail(kTaken));
-      if (!EARLY && ahead) score_tile(at.plus(kBoxes), j + 2 == tiles);
+      if (!EARLY && ahead) score_tile(at.plus(kBoxes), j + 3 >= tiles);
       at = at.plus(kBoxes);
       ++tile;
     }
@@ -669,7 +682,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
     }
     bar_init(tail + kReady, 4);
     bar_init(tail + kTaken, 8 + kAdders);
-    bar_init(tail + kQFree, 4);
+    bar_init(tail + kQFree, 8);
     bar_init_fence();
   }
   if (threadIdx.x < kN) sts_f32(tail + kMax + threadIdx.x * 4, kNever);

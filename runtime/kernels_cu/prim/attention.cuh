@@ -126,14 +126,15 @@ __device__ __forceinline__ void tensor_copy(smem_t dst, const TensorMap& map, sm
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
                "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(policy) : "memory");
 }
+// What is read once leaves L2 first. PTX ISA, "createpolicy".
 __device__ __forceinline__ uint64_t policy_evict_first() {
   uint64_t p;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
   return p;
 }
-__device__ __forceinline__ uint64_t policy_evict_last() {
+__device__ __forceinline__ uint64_t policy_evict_normal() {
   uint64_t p;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
   return p;
 }
 // PTX ISA, "setmaxnreg".
