@@ -20,6 +20,8 @@ from server.protocol import GenerationFields, Usage
 from server.record import SpecDetail, speculation_of, usage_of
 from server.sse import close_on_disconnect, frame
 
+REASONING = ("reasoning_content",)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -35,8 +37,15 @@ class Answer:
     spec_detail: SpecDetail
     usage_at_end: bool = False
     usage_always: bool = False
+    reasoning_names: tuple[str, ...] = REASONING  # under which the reasoning of a chat is given
 
     def body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.reasoning_names != REASONING:
+            for choice in choices:
+                said = choice.get("delta") or choice.get("message") or {}
+                text = said.pop(REASONING[0], None)
+                if text is not None:
+                    said |= dict.fromkeys(self.reasoning_names, text)
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
 
     def usage(self) -> Usage:

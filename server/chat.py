@@ -53,6 +53,7 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGI
         spec_detail=service.spec_detail,
         usage_at_end=usage_at_end,
         usage_always=usage_always,
+        reasoning_names=service.reasoning_names,
     )
     if request.stream:
         return EventStream(answer.generation, stream(answer, choices), service.limits)

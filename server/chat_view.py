@@ -56,6 +56,11 @@ async def chunks(frames: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] |
                 yield None
 
 
+def reasoning_of(said: Mapping[str, Any]) -> str:
+    """The reasoning of a delta or a message, under whichever name the server was told to give it."""
+    return said.get("reasoning_content") or said.get("reasoning") or ""
+
+
 def text_of(content: object, field: str, kinds: Mapping[str, str]) -> str:
     """The text of a content: a string, or parts whose type is a key of `kinds`, which says where the part's text stands.
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive
 
 from server.answer import json_response
 from server.chat import encode_messages
-from server.chat_view import chunks, event_frame, renamed, run_chat, text_of
+from server.chat_view import chunks, event_frame, reasoning_of, renamed, run_chat, text_of
 from server.errors import ApiError, bad_field, echo, internal
 from server.generation import ClientGone
 from server.protocol import ChatRequest, StreamOptions
@@ -164,8 +164,8 @@ def _whole(answer: Response) -> Response:
     body = msgspec.json.decode(answer.body)
     choice = body["choices"][0]
     message, content = choice["message"], []
-    if message.get("reasoning_content"):
-        content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+    if reasoning_of(message):
+        content.append({"type": "thinking", "thinking": reasoning_of(message), "signature": ""})
     if message["content"] or not content:
         content.append({"type": "text", "text": message["content"] or ""})
     return json_response({**_head(body, content), **_stop(choice), "usage": _usage(body["usage"])})
@@ -202,8 +202,8 @@ async def _translated(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield event_frame("message_start", {"message": start})
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            for name, of in (("reasoning_content", "thinking"), ("content", "text")):
-                if not delta.get(name):
+            for said, of in ((reasoning_of(delta), "thinking"), (delta.get("content"), "text")):
+                if not said:
                     continue
                 if kind != of:
                     if kind:
@@ -211,7 +211,7 @@ async def _translated(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                     block, kind = block + 1, of
                     empty = {"type": of, of: "", "signature": ""} if of == "thinking" else {"type": of, of: ""}
                     yield event_frame("content_block_start", {"index": block, "content_block": empty})
-                yield event_frame("content_block_delta", {"index": block, "delta": {"type": f"{of}_delta", of: delta[name]}})
+                yield event_frame("content_block_delta", {"index": block, "delta": {"type": f"{of}_delta", of: said}})
             if choice["finish_reason"] is not None:
                 if kind:
                     yield event_frame("content_block_stop", {"index": block})

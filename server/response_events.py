@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.chat_view import chunks, event_frame
+from server.chat_view import chunks, event_frame, reasoning_of
 from server.errors import ApiError, internal
 from server.generation import ClientGone
 from server.sse import KEEP_ALIVE
@@ -165,9 +165,9 @@ async def _translated(frames: AsyncIterator[bytes], head: ResponseHead, writer: 
             for name in ("response.created", "response.in_progress"):
                 yield writer.event(name, response=response(head, chunk, "in_progress", []))
         for choice in chunk["choices"]:
-            for name, kind in (("reasoning_content", "reasoning"), ("content", "message")):
-                if choice["delta"].get(name):
-                    yield b"".join(writer.push(kind, serial, choice["delta"][name]))
+            for said, kind in ((reasoning_of(choice["delta"]), "reasoning"), (choice["delta"].get("content"), "message")):
+                if said:
+                    yield b"".join(writer.push(kind, serial, said))
             finish = choice["finish_reason"] or finish
         if not chunk["choices"]:
             yield b"".join(writer.close(serial))

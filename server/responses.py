@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive
 
 from server.answer import json_response
-from server.chat_view import run_chat, text_of
+from server.chat_view import reasoning_of, run_chat, text_of
 from server.errors import bad_field, echo
 from server.protocol import ChatRequest, StreamOptions
 from server.response_events import ResponseHead, events_of, finished, output_items
@@ -98,7 +98,7 @@ async def respond(service: Service, request: ResponsesRequest, receive: Receive)
 def _whole(answer: Response, head: ResponseHead) -> Response:
     body = msgspec.json.decode(answer.body)
     choice = body["choices"][0]
-    items = output_items(body["id"], choice["message"].get("reasoning_content") or "", choice["message"]["content"] or "")
+    items = output_items(body["id"], reasoning_of(choice["message"]), choice["message"]["content"] or "")
     return json_response(finished(head, body, items, choice["finish_reason"], body["usage"]))
 
 

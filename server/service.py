@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime.engine import EngineDead, QueueFull, Refused
 from runtime.types import InvalidRequest, Request, SamplingParams
+from server.answer import REASONING
 from server.decode import RequestDecoder
 from server.errors import ApiError, from_invalid
 from server.generation import Generation
@@ -32,6 +33,7 @@ class Service:
     metrics: Metrics
     limits: Limits = field(default_factory=Limits)
     spec_detail: SpecDetail = "none"
+    reasoning_names: tuple[str, ...] = REASONING  # "reasoning" as newer clients read it, or both
     loaded: Loaded | None = None
     draining: bool = False
     requests_in_flight: int = 0  # HTTP requests to /v1/ whose answer is not complete

@@ -48,6 +48,11 @@ exit codes: 0 stopped by a signal · 1 the engine died · 2 an option, the model
 """
 
 
+REASONING_NAMES = {
+    "reasoning_content": ("reasoning_content",),
+    "reasoning": ("reasoning",),
+    "both": ("reasoning_content", "reasoning"),
+}
 SECRET = ("api_key", "api_key_file", "ssl_keyfile")  # never shown by /server_info
 
 
@@ -79,6 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--max-body-bytes", type=int, default=Limits().max_body_bytes, metavar="N", help="larger requests get 413 (default 8 MiB)"
     )
+    reasoning_help = "what a chat's reasoning is called in answers (default reasoning_content; both are understood in requests)"
+    group.add_argument("--reasoning-field", choices=tuple(REASONING_NAMES), default="reasoning_content", help=reasoning_help)
     group.add_argument("--access-log", action="store_true", help="one line for each request")
     group = parser.add_argument_group("observation")
     log_help = "seconds between two lines about throughput, queue, cache and speculation in the log; 0 for none (default 10)"
@@ -134,7 +141,9 @@ def serve(args: argparse.Namespace) -> int:
     limits = Limits(max_body_bytes=args.max_body_bytes, keep_alive_s=args.sse_keep_alive_interval)
     options = {name: value if isinstance(value, (int, float, str, type(None))) else str(value) for name, value in vars(args).items()}
     shown = {name: value for name, value in options.items() if name not in SECRET}
-    service = Service(Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics, options=shown)
+    service = Service(
+        Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics, REASONING_NAMES[args.reasoning_field], options=shown
+    )
     bar = LoadingBar(layers_of(model_of(args)))
 
     trace = None if args.trace is None else StepTrace(args.trace)

@@ -72,6 +72,25 @@ def test_response_events_are_numbered_and_closed(start_server: Any) -> None:
     assert joined == next(body["text"] for name, body in events if name == "response.output_text.done") == "hello"
 
 
+@pytest.mark.parametrize("names", [("reasoning",), ("reasoning_content", "reasoning")])
+def test_reasoning_may_have_another_name_or_both(start_server: Any, names: tuple[str, ...]) -> None:
+    server = start_server(think_then("hello"))
+    server.service.reasoning_names = names
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    message = server.client.post("/v1/chat/completions", body)[1]["choices"][0]["message"]
+    assert {key: message[key] for key in message if key.startswith("reasoning")} == dict.fromkeys(names, "hmok")
+    assert message["content"] == "hello"
+    events = server.client.events("/v1/chat/completions", **body)
+    deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]
+    for name in names:
+        assert "".join(delta.get(name, "") for delta in deltas) == "hmok"
+    assert ("reasoning_content" in names) == any("reasoning_content" in delta for delta in deltas)
+    made = client(server).responses.create(model="fake", input="hi", reasoning={"effort": "high"})
+    assert [item.content[0].text for item in made.output] == ["hmok", "hello"]
+    history = [*body["messages"], {"role": "assistant", "content": "hello", "reasoning": "hm"}, {"role": "user", "content": "so?"}]
+    assert server.client.post("/v1/chat/completions", {"messages": history})[0] == 200
+
+
 def test_a_cut_response_is_incomplete(start_server: Any) -> None:
     server = start_server(lambda _: [[97]] * 100)
     body = {"input": "hi", "max_output_tokens": 3, "reasoning": {"effort": "none"}}

@@ -1,0 +1,102 @@
+"""The live page in a real browser, where there is one: headless Chromium over the WebDriver protocol, no client library."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(not (DRIVER and BROWSER), reason="no Chromium with its driver")
+
+
+class Browser:
+    """One session of a chromedriver that listens on `url`."""
+
+    def __init__(self, url: str) -> None:
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900"]
+        options = {"binary": BROWSER, "args": arguments}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        self._url = url
+        self._session = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+
+    def call(self, method: str, path: str, body: object = None) -> Any:
+        raw = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, raw, {"content-type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())["value"]
+
+    def session(self, method: str, path: str, body: object = None) -> Any:
+        return self.call(method, f"/session/{self._session}{path}", body)
+
+    def run(self, script: str) -> Any:
+        return self.session("POST", "/execute/sync", {"script": script, "args": []})
+
+    def text(self, id: str) -> str:
+        return str(self.run(f"return document.getElementById('{id}').textContent"))
+
+    def log(self, kind: str) -> list[Any]:
+        found: list[Any] = self.session("POST", "/se/log", {"type": kind})
+        return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    popen = subprocess.Popen([str(DRIVER), "--port=0"], stdout=subprocess.PIPE, text=True)
+    if popen.stdout is None:
+        raise RuntimeError("no pipe")
+    port = next(found[1] for line in popen.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+    opened = Browser(f"http://127.0.0.1:{port}")
+    yield opened
+    opened.session("DELETE", "")
+    popen.terminate()
+    popen.wait(10)
+
+
+def test_the_page_shows_a_server_at_work(browser: Browser, start_server: Any, tmp_path: Path) -> None:
+    server = start_server(lambda _: [[97] * 3] * 400)
+    server.engine.step_s = 0.02
+    asked = threading.Thread(target=lambda: server.client.complete(max_tokens=900))
+    asked.start()
+    browser.session("POST", "/url", {"url": f"{server.url}/dashboard"})
+    end = time.monotonic() + 15
+    while not (browser.text("rate") not in ("–", "0.0") and browser.text("status") == "serving") and time.monotonic() < end:
+        time.sleep(0.2)
+    assert browser.text("status") == "serving" and browser.text("model") == "fake"
+    assert 20 < float(browser.text("rate")) < 200, "three tokens every 20 ms or a little more"
+    assert browser.text("requests") == "1 + 0"
+    points = browser.run("return document.querySelector('#rate-chart polyline').getAttribute('points').split(' ').length")
+    assert points >= 1
+    picture = base64.b64decode(browser.session("GET", "/screenshot"))
+    (tmp_path / "dashboard.png").write_bytes(picture)
+    assert picture[:4] == b"\x89PNG" and len(picture) > 10_000
+    errors = [entry["message"] for entry in browser.log("browser") if entry["level"] == "SEVERE" and "favicon" not in entry["message"]]
+    assert not errors
+    messages = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
+    urls = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+    outside = {url for url in urls if not url.startswith(server.url)}
+    assert f"{server.url}/dashboard.json" in urls and not outside, "the page asks nobody else"
+    server.server.stop()
+    asked.join(20)
+
+
+def test_the_page_says_when_the_server_is_gone(browser: Browser, start_server: Any) -> None:
+    server = start_server()
+    browser.session("POST", "/url", {"url": f"{server.url}/dashboard"})
+    end = time.monotonic() + 10
+    while browser.text("status") != "serving" and time.monotonic() < end:
+        time.sleep(0.1)
+    server.stop()
+    while browser.text("status") != "no answer" and time.monotonic() < end + 10:
+        time.sleep(0.1)
+    assert browser.text("status") == "no answer"
