@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 
 from model.chat_template import ChatTemplate
+from model.grammar import GrammarCompiler
+from model.reasoning import starts_in_reasoning
 from model.tokenizer import Tokenizer
 from runtime import loading
-from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.config import AUTO, EngineConfig, SpeculativeConfig
+from runtime.constraint import check_sampling
 from runtime.engine import Engine, QueueFull
-from runtime.speculate import make_speculator
+from runtime.env import load_env
+from runtime.measure import budget_speculation
+from runtime.speculate import Speculator, make_speculator
 from runtime.stream import TextStream
 from runtime.types import Emission, InvalidRequest, Request, SamplingParams, TokenLogprob
 
@@ -37,6 +42,7 @@ class Loaded:
     summary: str  # one line: what was chosen and why
     defaults: SamplingParams  # the checkpoint's generation_config
     rng: np.random.Generator
+    grammars: GrammarCompiler
 
     def make_requests(
         self, id: str, prompt: Sequence[int], sampling: SamplingParams, arrived_s: float = 0.0, cache_salt: bytes = b""
@@ -48,9 +54,13 @@ class Loaded:
         sampling.check_tokens(self.vocab_size)
         seed = int(self.rng.integers(0, U64, dtype=np.uint64, endpoint=True)) if sampling.seed is None else sampling.seed & U64
         tokens = np.asarray(prompt, np.int32)
-        one = sampling.replace(n=1)
+        one, constraint = sampling.replace(n=1), None
+        if sampling.structured_outputs is not None:
+            check_sampling(sampling)
+            thinking = starts_in_reasoning(tokens.tolist()[-1:], self.tokenizer.special.get("<think>", -1))
+            constraint = self.grammars.compile(sampling.structured_outputs, thinking)
         made = [
-            Request(id if sampling.n == 1 else f"{id}-{i}", tokens, one, (seed + i * SEED_STEP) & U64, arrived_s, cache_salt)
+            Request(id if sampling.n == 1 else f"{id}-{i}", tokens, one, (seed + i * SEED_STEP) & U64, arrived_s, cache_salt, constraint)
             for i in range(sampling.n)
         ]
         self.engine.check(made[0])
@@ -103,7 +113,16 @@ def load(
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
 
-    engine = Engine(executor, config, make_stream, make_speculator(executor, speculative), eos_ids=tokenizer.eos_ids)
+    if speculative.enabled and speculative.tree_budget == AUTO:
+        progress("cost curve")
+        name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
+        folder = load_env().cache_dir
+        speculator: Speculator = budget_speculation(
+            executor, config, speculative, name, tensor_parallel_size, folder / "curves" if folder else None
+        )
+    else:
+        speculator = make_speculator(executor, speculative)
+    engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids)
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,
@@ -115,6 +134,7 @@ def load(
         summary=_summary(source, config, speculative, activations, tensor_parallel_size),
         defaults=loading.generation_defaults(source.path),
         rng=loading.rng_seed(seed),
+        grammars=GrammarCompiler(tokenizer, source.target.vocab),
     )
 
 

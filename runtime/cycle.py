@@ -25,16 +25,21 @@ from runtime.executor import Executor
 from runtime.rows import Share, make_step_plan
 from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
-from runtime.speculate import Speculator, Taps
+from runtime.speculate import Speculator, StepWatcher, Taps, Verified
 from runtime.stats import EngineStats
 from runtime.types import I32, DraftTree, Emission, StepPlan, StepResult, TokenLogprob
 from runtime.verdicts import Verdict, judge
 
 LOG = logging.getLogger(__name__)
 NON_FINITE = "the model's output was not finite; the request was ended"
+CONSTRAINT_FAILED = "the output could no longer be held to the requested form; the request was ended"
 STREAM_FAILED = "the output could not be turned into text; the request was ended"
 
 Delivery = tuple[Sequence, Emission]
+
+
+class ConstraintFailed(Exception):
+    """A sequence's constraint gave up: a lexer or parser limit, or a fault of its own."""
 
 
 class Cycle:
@@ -43,6 +48,7 @@ class Cycle:
     def __init__(self, executor: Executor, speculator: Speculator, scheduler: Scheduler, config: EngineConfig, stats: EngineStats) -> None:
         self._executor = executor
         self._speculator = speculator
+        self._watcher = speculator if isinstance(speculator, StepWatcher) else None
         self._scheduler = scheduler
         self._config = config
         self._stats = stats
@@ -67,12 +73,16 @@ class Cycle:
             verdicts = self._judge(shares, plan, result)
         with stats.stage("emit"):
             deliveries = self._settle(shares, plan, verdicts, result)
+        if self._watcher is not None:
+            self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts), stats)
         stats.count_step(plan.bucket, plan.m, time.perf_counter() - start)
         return deliveries
 
     def _draft(self) -> dict[str, DraftTree]:
         with self._stats.stage("plan"):
             roots = self._scheduler.roots(self._speculator.nodes, self._speculator.depth)
+            if self._watcher is not None:
+                self._watcher.before_step(self._scheduler.load(), self._stats)
         taps, self._taps = self._taps, Taps.none()
         trees = self._speculator.propose(roots, taps, self._stats)
         return {root.id: tree for root, tree in zip(roots, trees, strict=True)}
@@ -127,10 +137,15 @@ class Cycle:
         sequence, stats = share.sequence, self._stats
         text, kept, finish, stop_reason, error = "", 0, None, None, None
         try:
+            if sequence.constraint is not None and sequence.constraint.error is not None:
+                raise ConstraintFailed(sequence.constraint.error)
             pushed = sequence.stream.push(verdict.tokens)
             text, kept, finish, stop_reason = pushed.text, pushed.kept, pushed.finish, pushed.stop_reason
             if finish is None and kept != len(verdict.tokens):
                 raise RuntimeError(f"the stream kept {kept} of {len(verdict.tokens)} tokens and goes on")
+        except ConstraintFailed as failure:  # it masked nothing in this step, so the tokens drawn are not kept
+            LOG.warning("request %s: %s", sequence.id, failure)
+            text, finish, error = sequence.flush(), "error", CONSTRAINT_FAILED
         except Exception:
             LOG.exception("request %s: its text stream failed", sequence.id)
             finish, error = "error", STREAM_FAILED
@@ -141,6 +156,8 @@ class Cycle:
         tokens = verdict.tokens[:kept]
         sequence.append(tokens)
         sequence.history.push(tokens)
+        if sequence.constraint is not None and finish is None:
+            sequence.constraint.push(tokens)
         drafted, accepted = share.nodes - 1, max(0, min(len(verdict.path) - 1, kept))
         if drafted:
             stats.count_draft(drafted, accepted)
@@ -186,6 +203,16 @@ class Cycle:
             self._scheduler.remove(sequence)
         else:
             self._scheduler.give_back(sequence)
+
+
+def _verified(shares: list[Share], verdicts: list[Verdict]) -> dict[str, Verified]:
+    """What became of the trees of decoding sequences, by sequence id."""
+    trees = [share for share in shares if share.tree is not None]
+    return {
+        share.sequence.id: Verified(share.nodes - 1, verdict.path, not verdict.corrupted)
+        for share, verdict in zip(trees, verdicts, strict=True)
+        if share.before == 0
+    }
 
 
 def _logprobs(sequence: Sequence, verdict: Verdict, kept: int, result: StepResult) -> tuple[TokenLogprob, ...] | None:

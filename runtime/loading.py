@@ -148,6 +148,7 @@ def plan_layout(config: EngineConfig, limits: Limits) -> PlanLayout:
         max_pages=-(-(limits.max_positions + rows) // limits.page_size),
         max_words=-(-rows // 64),
         max_moves=rows,
+        mask_words=-(-limits.vocab_size // 32),
         max_adjust=min(config.max_num_seqs * min(limits.vocab_size, limits.max_positions) + rows * 64, 1 << 20),
     )
 

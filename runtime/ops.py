@@ -226,10 +226,11 @@ _ENTRIES = (
         "logits: [I, V] f32, out_rows: [I] i32, seq: [M] i32, pos: [M] i32, temperature: [B] f32, top_p: [B] f32,"
         " min_p: [B] f32, top_k: [B] i32,"
         " seed: [B] u64, logprobs: [B] i32, adjust_seq: [a, 2] i32, adjust_seq_by: [a, 2] f32, adjust_row: [c, 2] i32,"
-        " adjust_row_by: [c, 2] f32"
+        " adjust_row_by: [c, 2] f32, mask_rows: [g] i32, masks: [g, w] u32"
         " -> target: [I] i32, logp: [I] f32, finite: [I] bool, top_ids: [I, K] i32, top_logp: [I, K] f32",
-        "Draws the token after each out_row, keyed by (seed, position of the drawn token); log-probabilities are the raw distribution's.",
-        lambda s: Cost(8.0 * s["I"] * s["V"], F32_ * s["I"] * s["V"], 9.0 * s["I"]),
+        "Draws the token after each out_row, among those its mask allows, keyed by (seed, position of the drawn token);"
+        " log-probabilities are the raw distribution's.",
+        lambda s: Cost(8.0 * s["I"] * s["V"], F32_ * s["I"] * s["V"] + 4.0 * s["g"] * s["w"], 9.0 * s["I"]),
         EXACT,
         "Gumbel-max, arXiv 1411.0030; Philox, doi 10.1145/2063384.2063405; top-p, arXiv 1904.09751",
     ),

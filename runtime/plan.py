@@ -36,6 +36,8 @@ _DTYPES = {
     "adjust_seq_by": np.float32,
     "adjust_row": np.int32,
     "adjust_row_by": np.float32,
+    "mask_rows": np.int32,
+    "masks": np.uint32,
 }
 _NAMES = tuple(f.name for f in fields(StepPlan) if f.name != "bucket")
 _HEADER_WORDS = 2 + 2 * len(_NAMES)  # magic, bucket, then (rows, columns) of every field
@@ -55,10 +57,11 @@ class PlanLayout:
     max_words: int  # W, 64-bit ancestor words
     max_moves: int
     max_adjust: int  # entries of each adjustment table
+    mask_words: int = 1  # 32-bit words of a token mask, ceil(V / 32)
 
     def capacity(self, name: str) -> tuple[int, int]:
         """(rows, columns) a field can hold; columns 0: the field is one-dimensional."""
-        per_row = {"token", "pos", "slot", "seq", "out_rows"}
+        per_row = {"token", "pos", "slot", "seq", "out_rows", "mask_rows"}
         if name in per_row:
             return self.max_rows, 0
         two_columns = {
@@ -69,6 +72,8 @@ class PlanLayout:
             return two_columns[name], 2
         if name == "ancestors":
             return self.max_rows, self.max_words
+        if name == "masks":
+            return self.max_rows, self.mask_words
         if name == "pages":
             return self.max_seqs, self.max_pages
         return self.max_seqs, 0

@@ -9,6 +9,7 @@ import numpy as np
 
 from runtime.adjust import fill_adjustments
 from runtime.config import EngineConfig
+from runtime.masks import fill_masks
 from runtime.sequence import Sequence
 from runtime.tree import chain_bits, forest_bits
 from runtime.types import F32, I32, U64, Bools, DraftTree, StepPlan
@@ -54,6 +55,11 @@ def make_step_plan(shares: SequenceOf[Share], moves: I32, page_size: int, config
     adjust = fill_adjustments(
         (b, share.sequence.history, int(row0[b]) + share.before, share.tree) for b, share in enumerate(shares) if share.tree is not None
     )
+    mask_rows, masks = fill_masks(
+        (share.sequence.constraint, int(row0[b]) + share.before, share.tree)
+        for b, share in enumerate(shares)
+        if share.tree is not None and share.sequence.constraint is not None
+    )
     sampled = [share.sequence.params for share in shares]
     return StepPlan(
         bucket=config.bucket_for(m),
@@ -77,6 +83,8 @@ def make_step_plan(shares: SequenceOf[Share], moves: I32, page_size: int, config
         adjust_seq_by=adjust[1],
         adjust_row=adjust[2],
         adjust_row_by=adjust[3],
+        mask_rows=mask_rows,
+        masks=masks,
     )
 
 

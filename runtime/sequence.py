@@ -50,6 +50,7 @@ class Sequence:
         self.stream = stream
         self.on_emission = on_emission
         self.history = SequenceHistory(params, prompt, stop_ids)
+        self.constraint = None if request.constraint is None else request.constraint.start()
         self.prompt_len = len(prompt)
         self.computed = 0
         self.registered = 0  # leading pages whose content other requests may read

@@ -37,7 +37,7 @@ def walk_step(c: Config, tp: int) -> StepCalls:
     rows = len(plan.out_rows)
     ops.sample(
         logits, plan.out_rows, plan.seq, plan.pos, plan.temperature, plan.top_p, plan.min_p, plan.top_k, plan.seed, plan.logprobs,
-        plan.adjust_seq, plan.adjust_seq_by, plan.adjust_row, plan.adjust_row_by,
+        plan.adjust_seq, plan.adjust_seq_by, plan.adjust_row, plan.adjust_row_by, plan.mask_rows, plan.masks,
         target=ops.buffer("target", (rows,), "i32"), logp=ops.buffer("logp", (rows,), "f32"), finite=ops.buffer("finite", (rows,), "bool"),
         top_ids=ops.buffer("top_ids", (rows, 0), "i32"), top_logp=ops.buffer("top_logp", (rows, 0), "f32"),
     )  # fmt: skip
@@ -140,4 +140,5 @@ def shape_plan(rows: int, streams: int) -> StepPlan:
         moves=array("i32", 0, 2), out_rows=array("i32", rows), seed=array("u64", streams), temperature=array("f32", streams),
         top_p=array("f32", streams), min_p=array("f32", streams), top_k=array("i32", streams), logprobs=array("i32", streams),
         adjust_seq=array("i32", 0, 2), adjust_seq_by=array("f32", 0, 2), adjust_row=array("i32", 0, 2), adjust_row_by=array("f32", 0, 2),
+        mask_rows=array("i32", 0), masks=array("u32", 0, 1),
     )  # fmt: skip

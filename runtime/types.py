@@ -15,14 +15,18 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from runtime.constraint import Constraint, StructuredOutputs
+
 I16 = NDArray[np.int16]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 F32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -71,6 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # alternatives a token; 0: the drawn token's alone
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -156,6 +161,7 @@ class Request:
     seed: int  # u64, resolved: the one that keys every draw
     arrived_s: float = 0.0
     cache_salt: bytes = b""  # prefix pages are shared between equal salts only
+    constraint: Constraint | None = None  # sampling.structured_outputs, compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +237,8 @@ class StepPlan:
     adjust_seq_by: F32  # [a, 2] (scale, add): l > 0 ? l / scale : l * scale, then + add
     adjust_row: I32  # [c, 2] (row, token): the same for one row, its own path's tokens
     adjust_row_by: F32  # [c, 2]
+    mask_rows: I32  # [g] out_rows whose next token is constrained, rising
+    masks: U32  # [g, ceil(V / 32)] bit i % 32 of word i / 32: token i may be drawn
 
     @property
     def m(self) -> int:

@@ -75,6 +75,8 @@ class Worker:
                 plan.adjust_seq_by,
                 plan.adjust_row,
                 plan.adjust_row_by,
+                plan.mask_rows,
+                plan.masks,
                 target=target,
                 logp=logp,
                 finite=finite,

@@ -80,6 +80,8 @@ def make_plan(
         adjust_seq_by=np.zeros((0, 2), np.float32),
         adjust_row=np.zeros((0, 2), np.int32),
         adjust_row_by=np.zeros((0, 2), np.float32),
+        mask_rows=np.zeros(0, np.int32),
+        masks=np.zeros((0, 0), np.uint32),
     )
 
 

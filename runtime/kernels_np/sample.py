@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from runtime import sampling
-from runtime.types import F32, I32, U64, Bools
+from runtime.masks import apply_masks
+from runtime.types import F32, I32, U32, U64, Bools
 
 
 def sample(
@@ -23,6 +24,8 @@ def sample(
     adjust_seq_by: F32,
     adjust_row: I32,
     adjust_row_by: F32,
+    mask_rows: I32,
+    masks: U32,
     *,
     target: I32,
     logp: F32,
@@ -35,9 +38,10 @@ def sample(
     if not finite.all():
         logits = np.where(finite[:, None], logits, np.float32(0.0))
     adjusted = logits
-    if len(adjust_seq) or len(adjust_row):
+    if len(adjust_seq) or len(adjust_row) or len(mask_rows):
         adjusted = logits.copy()
         sampling.apply_adjustments(adjusted, stream, out_rows, adjust_seq, adjust_seq_by, adjust_row, adjust_row_by)
+        apply_masks(adjusted, out_rows, mask_rows, masks)
     target[:] = sampling.draw(
         adjusted,
         temperature=temperature[stream],

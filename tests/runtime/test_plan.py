@@ -11,7 +11,7 @@ from runtime.plan import PlanLayout, PlanOverflow, pack_plan, unpack_plan
 from runtime.types import StepPlan
 from tests.plans import make_plan, page_table, random_parents
 
-LAYOUT = PlanLayout(max_rows=64, max_seqs=8, max_pages=12, max_words=2, max_moves=16, max_adjust=32)
+LAYOUT = PlanLayout(max_rows=64, max_seqs=8, max_pages=12, max_words=2, max_moves=16, max_adjust=32, mask_words=3)
 
 
 def sample_plan(seed: int) -> StepPlan:
@@ -25,6 +25,8 @@ def sample_plan(seed: int) -> StepPlan:
         seed=rng.integers(0, 2**64, 4, dtype=np.uint64),
         adjust_row=rng.integers(0, 9, (3, 2)).astype(np.int32),
         adjust_row_by=rng.random((3, 2)).astype(np.float32),
+        mask_rows=np.array([1, 4], np.int32),
+        masks=rng.integers(0, 2**32, (2, 3), dtype=np.uint32),
     )
 
 
@@ -60,6 +62,8 @@ def test_overflow_names_the_field() -> None:
     plan = sample_plan(2)
     with pytest.raises(PlanOverflow, match=r"moves is \[5, 2\], the layout holds \[4, 2\]"):
         pack_plan(plan, replace(LAYOUT, max_moves=4), np.zeros(LAYOUT.nbytes, np.uint8))
+    with pytest.raises(PlanOverflow, match=r"masks is \[2, 3\], the layout holds \[64, 2\]"):
+        pack_plan(plan, replace(LAYOUT, mask_words=2), np.zeros(LAYOUT.nbytes, np.uint8))
     with pytest.raises(PlanOverflow, match="token"):
         pack_plan(plan, replace(LAYOUT, max_rows=3), np.zeros(LAYOUT.nbytes, np.uint8))
 
