@@ -19,7 +19,7 @@ from runtime.config import AUTO, EngineConfig, SpeculativeConfig
 from runtime.constraint import check_sampling
 from runtime.engine import Engine, QueueFull
 from runtime.env import load_env
-from runtime.measure import budget_speculation
+from runtime.measure import budget_speculation, curve_folder
 from runtime.speculate import Speculator, make_speculator
 from runtime.stream import TextStream
 from runtime.types import Emission, InvalidRequest, Request, SamplingParams, TokenLogprob
@@ -116,10 +116,8 @@ def load(
     if speculative.enabled and speculative.tree_budget == AUTO:
         progress("cost curve")
         name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
-        folder = load_env().cache_dir
-        speculator: Speculator = budget_speculation(
-            executor, config, speculative, name, tensor_parallel_size, folder / "curves" if folder else None
-        )
+        folder = curve_folder(load_env().cache_dir)
+        speculator: Speculator = budget_speculation(executor, config, speculative, name, tensor_parallel_size, folder)
     else:
         speculator = make_speculator(executor, speculative)
     engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids)

@@ -13,6 +13,7 @@ from typing import Any
 MAX_TREE_BUDGET = 1023  # nodes a stream; with the root 16 words of ancestor bits a row
 MAX_DRAFT_DEPTH = 64
 DEFAULT_TREE_BUDGET = 16
+AUTO = "auto"  # as tree_budget: one budget for all streams, chosen at every step from the cost curve
 METHODS = ("ddtree", "dflash", "none")
 
 
@@ -86,7 +87,7 @@ class SpeculativeConfig:
     method: str = "none"
     model: str | None = None  # drafter folder; None: the one that came with the target
     num_speculative_tokens: int | None = None  # greatest depth; None: the drafter's
-    tree_budget: int | None = None  # nodes a stream, the root not counted; None: what suits the backend
+    tree_budget: int | str | None = None  # nodes a stream, the root not counted; "auto": chosen each step; None: what suits the backend
     draft_rope_attention_factor: float | None = None  # factor on the drafter's cos and sin; None: from its config
     draft_top_k: int | None = None  # choices a depth; None: as many as the executor gives
 
@@ -97,7 +98,10 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config.model: {self.model!r} is not a path")
         if self.num_speculative_tokens is not None:
             _check_int("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_DEPTH)
-        if self.tree_budget is not None:
+        if isinstance(self.tree_budget, str):
+            if self.tree_budget != AUTO:
+                raise ValueError(f"speculative_config.tree_budget: {self.tree_budget!r} is neither an integer nor {AUTO!r}")
+        elif self.tree_budget is not None:
             _check_int("speculative_config.tree_budget", self.tree_budget, 1, MAX_TREE_BUDGET)
         factor = self.draft_rope_attention_factor
         if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf):

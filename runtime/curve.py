@@ -75,8 +75,9 @@ class Learned:
         else:
             self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(int(self.count[place]), EMA_STEPS)
         known = np.flatnonzero(~np.isnan(self.measured))
-        ratio = self.measured[known] / np.maximum(self.prior[known], 1e-12)
-        self.value = self.prior * np.interp(self.edges, self.edges[known], ratio)
+        prior = np.maximum(self.prior, 1e-9)  # a prior of nothing has a shape too: constant
+        ratio = self.measured[known] / prior[known]
+        self.value = prior * np.interp(self.edges, self.edges[known], ratio)
 
 
 class CostCurve:

@@ -97,7 +97,12 @@ ENV_TABLE: tuple[EnvEntry, ...] = (
     _entry("RUNTIME_TEST_LEVEL", "int 1..3", "How large the grids of the tests are: 1 in CI, 3 before a release.", _parse_int(1, 3)),
     _entry("RUNTIME_LOG_LEVEL", " | ".join(LOG_LEVELS), "The least severe message that the server logs.", _parse_choice(LOG_LEVELS)),
     _entry("RUNTIME_API_KEY", "text", "If set, the server refuses /v1 requests without this bearer token.", _parse_secret),
-    _entry("RUNTIME_CACHE_DIR", "folder", "Where compiled kernels are kept; unset: runtime in $XDG_CACHE_HOME or ~/.cache.", _parse_dir),
+    _entry(
+        "RUNTIME_CACHE_DIR",
+        "folder",
+        "Where compiled kernels and cost curves are kept; unset: runtime in $XDG_CACHE_HOME or ~/.cache.",
+        _parse_dir,
+    ),
 )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from runtime.pages import PagePool
 from runtime.rows import Share
 from runtime.sequence import Sequence
-from runtime.speculate import Root, first_nodes
+from runtime.speculate import Load, Root, first_nodes
 from runtime.stats import EngineStats
 from runtime.types import DraftTree
 
@@ -81,10 +81,16 @@ class Scheduler:
         rows = self._node_rows(decoding, self._prompt_rows(with_waiting=True))
         shares = _level([wish for _, wish in wishes], rows)
         return [
-            Root(s.id, s.tokens, s.pages, nodes=share, depth=min(depth, s.left - 1))
-            for (s, _), share in zip(wishes, shares, strict=True)
+            Root(s.id, s.tokens, s.pages, nodes=share, depth=min(depth, s.left - 1), most=wish)
+            for (s, wish), share in zip(wishes, shares, strict=True)
             if share > 0
         ]
+
+    def load(self) -> Load:
+        """What the next step holds without draft nodes. Prompts count up to what draft nodes leave them at least."""
+        decoding = [s for s in self.running if s.pending == 1]
+        prompts = min(self._prompt_rows(with_waiting=True), max(1, self.max_rows // PROMPT_SHARE))
+        return Load(min(len(decoding) + prompts, self.max_rows), len(decoding), sum(s.computed for s in decoding))
 
     def schedule(self, trees: Mapping[str, DraftTree]) -> list[Share]:
         """Decides the next step: decoding sequences first, with their trees (by id), then chunks.

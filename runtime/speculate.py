@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Root:
     pages: I32  # [p] view; they hold positions 0 … L - 1
     nodes: int  # most nodes besides the root, at least 1
     depth: int  # greatest depth of use: with the bonus token no more is left to emit
+    most: int = 0  # nodes that the sequence has room for if others take fewer than their even share; 0: `nodes`
 
     @property
     def token(self) -> int:
@@ -49,6 +50,33 @@ class Taps:
     def none() -> Taps:
         empty = np.zeros(0, np.int32)
         return Taps(empty, empty, empty)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step holds without draft nodes, as far as it can be known before."""
+
+    rows: int  # a root for each decoding sequence, and prompt rows
+    decoding: int  # sequences that will emit at least one token
+    ctx: int  # committed tokens of all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of one tree."""
+
+    nodes: int  # verified, root not counted: the first ones of the tree that was proposed
+    path: Sequence[int]  # accepted nodes, root first
+    sound: bool  # False: a row of the path was not finite
+
+
+@runtime_checkable
+class StepWatcher(Protocol):
+    """A speculator that wants to know what a step holds and what became of it."""
+
+    def before_step(self, load: Load, stats: EngineStats) -> None: ...
+
+    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], stats: EngineStats) -> None: ...
 
 
 class Speculator(Protocol):
@@ -83,17 +111,14 @@ class TreeSpeculation:
     """DDTree (arXiv 2604.12989) over a block drafter (DFlash, arXiv 2602.06036), or that drafter's top-1 chain."""
 
     def __init__(self, executor: Executor, config: SpeculativeConfig) -> None:
-        available = executor.limits.draft_depth
-        if available < 1:
-            raise ValueError(f"speculative_config: method {config.method!r} needs a drafter, the executor has none; give a folder as model")
-        wanted = config.num_speculative_tokens
-        if wanted is not None and wanted > available:
-            raise ValueError(f"speculative_config: num_speculative_tokens is {wanted}, the drafter predicts {available}")
+        budget = config.tree_budget
+        if isinstance(budget, str):
+            raise ValueError(f"speculative_config.tree_budget: {budget!r} needs a cost curve; runtime.load measures one")
+        self.depth = draft_depth(executor, config)
         self._executor = executor
         self._chain = config.method == "dflash"
         self._top_k = config.draft_top_k
-        self.depth = wanted or available
-        self.nodes = self.depth if self._chain else config.tree_budget or DEFAULT_TREE_BUDGET
+        self.nodes = self.depth if self._chain else budget or DEFAULT_TREE_BUDGET
 
     def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
         """One draft call for all roots, also when there is none but taps are due."""
@@ -124,6 +149,17 @@ class TreeSpeculation:
 def make_speculator(executor: Executor, config: SpeculativeConfig) -> Speculator:
     """The speculator that a configuration asks for."""
     return TreeSpeculation(executor, config) if config.enabled else NoSpeculation()
+
+
+def draft_depth(executor: Executor, config: SpeculativeConfig) -> int:
+    """How deep drafts go. Raises ValueError if the executor has no drafter, or not such a deep one."""
+    available = executor.limits.draft_depth
+    if available < 1:
+        raise ValueError(f"speculative_config: method {config.method!r} needs a drafter, the executor has none; give a folder as model")
+    wanted = config.num_speculative_tokens
+    if wanted is not None and wanted > available:
+        raise ValueError(f"speculative_config: num_speculative_tokens is {wanted}, the drafter predicts {available}")
+    return wanted or available
 
 
 def make_draft_plan(roots: Sequence[Root], taps: Taps) -> DraftPlan:

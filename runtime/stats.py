@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +14,23 @@ from runtime.trace import StepTrace
 STAGES = ("draft", "grow", "plan", "verify", "accept", "emit")  # of one step, in order; the names in logs, metrics, traces and NVTX
 FINISHES = ("stop", "length", "abort", "error")
 EMA_STEPS = 32  # steps over which step_ms_ema forgets
+
+
+BUDGET_STEPS = 256  # latest records that stats hold
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetStep:
+    """What one step under a chosen node budget was expected to do and did."""
+
+    rows: int  # live
+    bucket: int  # M launched
+    nodes: tuple[int, ...]  # verified, of each decoding sequence, root not counted
+    drafted: int  # sequences drafted for; 0: no draft was made
+    expected: float  # tokens, roots' included
+    realised: int  # tokens drawn along accepted paths
+    expected_s: float
+    step_s: float
 
 
 @dataclass(slots=True)
@@ -45,6 +62,11 @@ class EngineStats:
     rejected: int = 0  # submissions refused for a full queue
     corrupted_requests: int = 0  # ended by a non-finite row
     callback_errors: int = 0  # on_emission calls that raised
+    budget_steps: int = 0  # steps whose node budget was chosen by expected tokens over time
+    skipped_drafts: int = 0  # of these, steps where no draft was made
+    expected_tokens: float = 0.0  # of these, beforehand
+    realised_tokens: int = 0  # of these, in fact
+    budget_records: deque[BudgetStep] = field(default_factory=lambda: deque(maxlen=BUDGET_STEPS))  # the latest
     step_ms_ema: float = 0.0
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # wall time summed over steps
     trace: StepTrace | None = field(default=None, repr=False, compare=False)  # hears of every stage and step
@@ -57,6 +79,7 @@ class EngineStats:
             bucket_s=dict(self.bucket_s),
             finished=Counter(self.finished),
             stage_s=dict(self.stage_s),
+            budget_records=self.budget_records.copy(),
         )
 
     @property
@@ -86,6 +109,13 @@ class EngineStats:
             end = time.perf_counter()
             self.trace.span("step", end - step_s, end, number=self.steps, M=bucket, rows=rows, tokens=self.generation_tokens)
             self.trace.count("rows", end - step_s, rows=rows)
+
+    def count_budget(self, step: BudgetStep) -> None:
+        self.budget_steps += 1
+        self.skipped_drafts += not step.drafted
+        self.expected_tokens += step.expected
+        self.realised_tokens += step.realised
+        self.budget_records.append(step)
 
     def count_draft(self, nodes: int, accepted: int) -> None:
         self.drafts += 1

@@ -40,6 +40,10 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("num_requests_waiting", "Choices that wait for a seat.", stats.waiting)
     yield GaugeMetricFamily("kv_cache_usage_perc", "Share of cache pages held by sequences; 1 is full.", stats.kv_cache_usage)
     yield GaugeMetricFamily("step_milliseconds", "Moving mean of a step.", stats.step_ms_ema)
+    last = stats.budget_records[-1] if stats.budget_records else None
+    rows, nodes = (last.bucket, sum(last.nodes)) if last else (0, 0)
+    yield GaugeMetricFamily("budget_rows", "M of the last step whose node budget was chosen, padding included; 0: none was.", rows)
+    yield GaugeMetricFamily("budget_nodes", "Draft nodes of that step.", nodes)
     pages = GaugeMetricFamily("kv_pages", "Cache pages by state.", labels=["state"])
     pages.add_metric(["used"], stats.pages_used)
     pages.add_metric(["kept"], stats.pages_kept)
@@ -60,6 +64,10 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("spec_decode_num_draft_tokens", "Draft nodes verified, roots not counted.", stats.draft_tokens),
         ("spec_decode_num_accepted_tokens", "Draft nodes accepted.", stats.accepted_tokens),
         ("steps", "Steps of the target.", stats.steps),
+        ("budget_steps", "Steps whose node budget was chosen by expected tokens over time.", stats.budget_steps),
+        ("budget_skipped_drafts", "Of these, steps where no draft was made because none should pay.", stats.skipped_drafts),
+        ("budget_expected_tokens", "Of these, tokens expected beforehand.", stats.expected_tokens),
+        ("budget_realised_tokens", "Of these, tokens drawn along accepted paths.", stats.realised_tokens),
         ("step_rows", "Live rows of all steps.", stats.rows),
         ("callback_errors", "Deliveries that raised.", stats.callback_errors),
     ):

@@ -96,7 +96,12 @@ def _add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="drafter's folder (default: MODEL/drafter)",
     )
     group.add_argument("--spec-tokens", dest="spec_tokens", type=int, metavar="N", help="greatest depth (default: the drafter's)")
-    group.add_argument("--tree-budget", type=int, metavar="N", help="nodes of a tree without its root (default: what suits the backend)")
+    budget_help = "nodes of a tree without its root, or auto: chosen at each step (default: what suits the backend)"
+    group.add_argument("--tree-budget", type=_nodes, metavar="N|auto", help=budget_help)
+
+
+def _nodes(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def model_of(args: argparse.Namespace) -> str:

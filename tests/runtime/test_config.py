@@ -23,6 +23,10 @@ def test_forms_of_one_configuration_are_equal() -> None:
         assert parse(given) == want, given
 
 
+def test_a_budget_may_be_left_to_the_curve() -> None:
+    assert parse({"tree_budget": "auto"}).tree_budget == "auto"
+
+
 def test_every_key_arrives() -> None:
     given = {
         "method": "ddtree",
@@ -44,6 +48,7 @@ def test_every_key_arrives() -> None:
         ({"tree_budget": 0}, ["tree_budget", "0", "[1, 1023]"]),
         ({"tree_budget": True}, ["tree_budget", "True"]),
         ({"tree_budget": 2.0}, ["tree_budget", "2.0"]),
+        ({"tree_budget": "many"}, ["tree_budget", "'many'", "'auto'"]),
         ({"num_speculative_tokens": 0}, ["num_speculative_tokens"]),
         ({"draft_top_k": -1}, ["draft_top_k"]),
         ({"draft_rope_attention_factor": float("nan")}, ["draft_rope_attention_factor", "nan"]),

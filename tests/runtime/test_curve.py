@@ -48,6 +48,13 @@ def test_a_constant_prior_is_interpolated() -> None:
     assert held.value.tolist() == pytest.approx([2.0, 4.0, 6.0])
 
 
+def test_a_prior_of_nothing_is_replaced() -> None:
+    held = curve()
+    assert held.overhead_s == 0.0
+    held.observe_overhead(0.25)
+    assert held.overhead_s == pytest.approx(0.25)
+
+
 def test_means_move_and_a_pause_counts_little() -> None:
     held = Learned((4,), (9.0,))
     for _ in range(3 * EMA_STEPS):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.stats import EngineStats
+from runtime.stats import BudgetStep, EngineStats
 from server.metrics import Metrics
 
 WANTED = [
@@ -73,6 +73,17 @@ def test_values_are_the_engines() -> None:
     assert {s.labels["state"]: s.value for s in found["runtime:kv_pages"]} == {"used": 4, "kept": 1, "free": 5}
     assert {s.labels["position"]: s.value for s in found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]} == {"0": 5, "1": 3}
     assert {s.labels["rows"]: s.value for s in found["runtime:steps_by_bucket_total"]} == {"1": 2, "4": 2, "512": 7}
+
+
+def test_chosen_budgets_are_shown() -> None:
+    stats = EngineStats()
+    assert samples(watched("runtime", stats).render())["runtime:budget_rows"][0].value == 0
+    stats.count_budget(BudgetStep(rows=9, bucket=16, nodes=(4, 3), drafted=2, expected=5.5, realised=6, expected_s=0.1, step_s=0.2))
+    stats.count_budget(BudgetStep(rows=2, bucket=8, nodes=(0, 0), drafted=0, expected=2.0, realised=2, expected_s=0.1, step_s=0.1))
+    found = {name: values[0].value for name, values in samples(watched("runtime", stats).render()).items()}
+    assert (found["runtime:budget_rows"], found["runtime:budget_nodes"]) == (8, 0)
+    assert (found["runtime:budget_steps_total"], found["runtime:budget_skipped_drafts_total"]) == (2, 1)
+    assert (found["runtime:budget_expected_tokens_total"], found["runtime:budget_realised_tokens_total"]) == (7.5, 8)
 
 
 def test_requests_do_not_grow_the_scrape(running: Any) -> None:

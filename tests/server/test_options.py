@@ -41,6 +41,7 @@ def test_speculation_follows_the_folder_unless_told(folders: tuple[str, str]) ->
     [
         (["--spec-method", "dflash", "--spec-tokens", "5"], {"method": "dflash", "num_speculative_tokens": 5}),
         (["--speculative-algorithm", "DDTREE", "--tree-budget", "32"], {"method": "ddtree", "tree_budget": 32}),
+        (["--tree-budget", "auto"], {"method": "ddtree", "tree_budget": "auto"}),
         (["--spec-method", "ddtree", "--spec-model", "/d"], {"method": "ddtree", "model": "/d"}),
         (["--speculative-config", '{"method": "none"}'], '{"method": "none"}'),
     ],

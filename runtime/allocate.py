@@ -1,0 +1,145 @@
+"""Speculation with one node budget for all streams, chosen anew at every step from the machine's own cost curve.
+
+Before a step: is a draft likely to pay? If so, draft for all roots, grow their trees large, value each node by calibrated
+acceptance, and keep the nodes that make expected tokens ÷ time greatest. After it: what the step took and which nodes were
+accepted go back into curve and calibration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.budget import Allocation, Calibration, allocate, caps_mask, ease_weights, prune
+from runtime.config import SpeculativeConfig
+from runtime.curve import CostCurve
+from runtime.executor import Executor
+from runtime.outlook import Outlook
+from runtime.speculate import Load, Root, Taps, Verified, draft_depth, make_draft_plan
+from runtime.stats import BudgetStep, EngineStats
+from runtime.tree import Forest, grow_forest
+from runtime.types import Bools, DraftLogits, DraftTree
+
+MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms
+
+
+@dataclass(slots=True)
+class _Proposed:
+    """One step's offer, until its outcome is known."""
+
+    roots: list[str]
+    forest: Forest
+    allocation: Allocation
+
+
+class BudgetSpeculation:
+    """DDTree (arXiv 2604.12989) for all streams at once under `runtime.budget.allocate`.
+
+    `curve` is owned by this object from now on. Raises ValueError if the executor has no drafter.
+    """
+
+    def __init__(self, executor: Executor, config: SpeculativeConfig, curve: CostCurve) -> None:
+        self.depth = draft_depth(executor, config)
+        self.nodes = MOST_NODES
+        self.curve = curve
+        self.calibration = Calibration()
+        self.outlook = Outlook()
+        self._executor = executor
+        self._top_k = config.draft_top_k
+        self._load = Load(0, 0, 0)
+        self._proposed: _Proposed | None = None
+        self._drafted = 0
+        self._draft_s = 0.0
+        self._started_s = 0.0
+        self._verify_s = 0.0
+
+    def before_step(self, load: Load, stats: EngineStats) -> None:
+        self._load = load
+        self._started_s = time.perf_counter()
+        self._verify_s = stats.stage_s["verify"]
+
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+        """One draft call for all roots, or none where it should not pay; taps are written in either case."""
+        self._proposed, self._drafted, self._draft_s = None, 0, 0.0
+        load, most = self._load, sum(root.nodes for root in roots)
+        base, rows = max(load.decoding, len(roots)), max(load.rows, len(roots))
+        with stats.stage("plan"):
+            pays = self.outlook.pays(self.curve, rows=rows, base=base, streams=len(roots), ctx=load.ctx, most=most)
+        if not pays:
+            if len(taps):
+                with stats.stage("draft"):
+                    self._executor.draft(make_draft_plan([], taps))
+            return [DraftTree.root_only(root.token) for root in roots]
+        with stats.stage("draft"):
+            start = time.perf_counter()
+            logits = self._executor.draft(make_draft_plan(roots, taps))
+            self._drafted, self._draft_s = len(roots), time.perf_counter() - start
+        with stats.stage("grow"):
+            return self._grow(roots, logits, rows, base, most)
+
+    def _grow(self, roots: Sequence[Root], logits: DraftLogits, rows: int, base: int, most: int) -> list[DraftTree]:
+        if self._top_k is not None:
+            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
+        caps = np.array([root.most or root.nodes for root in roots])
+        forest = grow_forest(logits, np.array([root.token for root in roots], np.int32), int(caps.max()), self.depth)
+        value = self.calibration.values(forest)
+        usable = caps_mask(forest, caps, np.array([root.depth for root in roots]))
+        value = np.where(usable, value, 0.0)
+        self.outlook.observe(value)
+        found = allocate(
+            value,
+            usable,
+            self.curve,
+            rows=rows,
+            base=float(base),
+            drafted=len(roots),
+            weights=ease_weights(value),
+            ctx=self._load.ctx,
+            most=most,
+        )
+        self._proposed = _Proposed([root.id for root in roots], forest, found)
+        return prune(forest, found.kept)
+
+    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], stats: EngineStats) -> None:
+        """Learns from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
+        step_s = stats.stage_s["verify"] - self._verify_s
+        whole_s = time.perf_counter() - self._started_s
+        self.curve.observe_step(bucket, self._load.ctx, step_s)
+        self.curve.observe_overhead(max(whole_s - step_s - self._draft_s, 1e-9))
+        if self._drafted:
+            self.curve.observe_draft(self._drafted, self._draft_s)
+        nodes = [v.nodes for v in verified.values()]
+        stats.count_budget(
+            BudgetStep(
+                rows=rows,
+                bucket=bucket,
+                nodes=tuple(nodes),
+                drafted=self._drafted,
+                expected=len(verified) + (self._proposed.allocation.expected if self._proposed else 0.0),
+                realised=sum(len(v.path) for v in verified.values()),
+                expected_s=self.curve.step_seconds(rows, self._drafted, self._load.ctx),
+                step_s=whole_s,
+            )
+        )
+        if self._proposed is not None:
+            kept, accepted = _outcome(self._proposed, verified)
+            self.calibration.observe(self._proposed.forest, kept, accepted)
+            self._proposed = None
+
+
+def _outcome(proposed: _Proposed, verified: Mapping[str, Verified]) -> tuple[Bools, Bools]:
+    """Nodes that were verified and nodes that were accepted, [B, N]: the scheduler may have cut a tree or left a stream out."""
+    kept = proposed.allocation.kept.copy()
+    accepted = np.zeros_like(kept)
+    for b, id in enumerate(proposed.roots):
+        columns = np.flatnonzero(kept[b])
+        seen = verified.get(id)
+        if seen is None or not seen.sound:
+            kept[b] = False
+            continue
+        kept[b, columns[seen.nodes :]] = False
+        accepted[b, columns[np.array(seen.path[1:], np.int64) - 1]] = True
+    return kept, accepted

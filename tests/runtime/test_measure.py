@@ -1,0 +1,85 @@
+"""The measured curve: on the demo model, stored, read back, and learned from again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime import LLM, SamplingParams, measure
+from runtime.allocate import BudgetSpeculation
+from runtime.config import SpeculativeConfig
+from runtime.curve import CurveKey
+from runtime.measure import default_buckets, find_curve, measure_curve
+from runtime.speculate import NoSpeculation
+from tests.test_lossless import SAMPLING, requests_for
+from tests.worlds import World, demo_world, run
+
+AUTO = SpeculativeConfig(method="ddtree", tree_budget="auto")
+KEY = CurveKey("cpu", "demo", 1)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return demo_world()
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 9, 64, 513, 2048])
+def test_default_buckets_rise_to_the_end(most: int) -> None:
+    edges = default_buckets(most)
+    assert edges[0] == 1 and edges[-1] == most and list(edges) == sorted(set(edges)) and len(edges) < 40
+    assert all(edge % 8 == 0 for edge in edges[1:-1])
+
+
+def test_more_rows_cost_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "BUDGET_S", 1.0)
+    curve = measure_curve(world.executor, world.config, AUTO, KEY)
+    assert 0 < float(curve.step(1)) < float(curve.step(64)) < float(curve.step(512)) < 10
+    assert curve.draft(1) > 0 and 0 < curve.overhead_s < float(curve.step(1))
+    assert curve.buckets[-1] == world.config.max_num_batched_tokens
+
+
+def test_text_equals_plain_decoding_on_the_demo_model(world: World) -> None:
+    """Budgets that change from step to step with the measured times change no text."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 250, int(n)).tolist() for n in rng.integers(2, 40, 60)]
+    curve = measure_curve(world.executor, world.config, AUTO, KEY)
+    for params in SAMPLING.values():
+        requests = requests_for(prompts, params)
+        want = run(world.engine(NoSpeculation()), requests)
+        engine = world.engine(BudgetSpeculation(world.executor, AUTO, curve))
+        got = run(engine, requests)
+        assert [(g.tokens, g.text, g.finish) for g in got.values()] == [(g.tokens, g.text, g.finish) for g in want.values()]
+        assert [g.logprobs for g in got.values()] == [g.logprobs for g in want.values()]
+    assert engine.stats().budget_steps > 0
+
+
+def test_a_curve_is_kept_by_machine_model_and_ranks(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "BUDGET_S", 0.1)
+    first, whence = find_curve(world.executor, world.config, AUTO, KEY, tmp_path)
+    assert whence == "measured"
+    again, whence = find_curve(world.executor, world.config, AUTO, KEY, tmp_path)
+    assert whence.startswith("read from") and again.to_json() == first.to_json()
+    assert find_curve(world.executor, world.config, AUTO, CurveKey("cpu", "demo", 2), tmp_path)[1] == "measured"
+    other = world.config.replace(max_num_batched_tokens=64)
+    assert find_curve(world.executor, other, AUTO, KEY, tmp_path)[1] == "measured", "other buckets"
+    [path] = tmp_path.glob("*tp1.json")
+    path.write_text("{")
+    assert find_curve(world.executor, world.config, AUTO, KEY, tmp_path)[1] == "measured", "a broken file is measured anew"
+    assert json.loads(path.read_text())["gpu"] == "cpu"
+    assert find_curve(world.executor, world.config, AUTO, KEY, None)[1] == "measured"
+
+
+def test_the_option_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNTIME_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measure, "BUDGET_S", 0.2)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
+    plain = LLM("demo", **options).generate(["def add(a, b):"] * 2, params)
+    auto = LLM("demo", speculative_config={"method": "ddtree", "tree_budget": "auto"}, **options)
+    assert [o.outputs[0].token_ids for o in auto.generate(["def add(a, b):"] * 2, params)] == [o.outputs[0].token_ids for o in plain]
+    stats = auto.loaded.engine.stats()
+    assert stats.budget_steps == stats.steps > 0 and stats.realised_tokens >= 22
+    assert list((tmp_path / "curves").glob("*.json"))
