@@ -16,6 +16,7 @@ floor_us: latents read once, all keys for every row (`ops.Cost`).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -29,9 +30,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runtime.hw import HARDWARE
+from runtime.kernels_cu._build import include_closure, read_source
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict_us, work
 from runtime.ops import OPS
 from runtime.tree import ancestor_bits
+from tools.mla_rig import Attention, as_float
 
 H200 = HARDWARE["h200"]
 PAGE, PAGES, WIDTH, VALUE, SCALE = 64, 24576, 576, 512, 0.1447
@@ -181,10 +184,6 @@ class Bench:
         return float(np.median(samples))
 
 
-def as_float(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def describe(c: Config) -> str:
     kind = "wgmma" if c.wgmma else f"mma p{c.producers}"
     return (
@@ -195,13 +194,13 @@ def describe(c: Config) -> str:
 def check_numerics(arch: str) -> None:
     """Ragged batches against the NumPy definition, every width of both products; SystemExit on the first that is wrong."""
     from tests.compare import compare
+    from tests.runtime.kernels_cu.mla_cases import SCALE as scale
     from tests.runtime.kernels_cu.mla_cases import make_batch
-    from tests.runtime.kernels_cu.test_tree_mla_gpu import TOLERANCE, Device
 
     batch = make_batch(8, [9, 1, 33, 5], [1000, 0, 63, 64], seed=1, bucket=50, sequences=6)
     want = batch.reference()
     for config in portable_and_own(batch.dims, arch):
-        found = compare(Device(batch, config).run(), want, TOLERANCE)
+        found = compare(Attention(batch, config, scale).run(), want, OPS["tree_mla"].tolerance)
         print(f"  {describe(config):<28} {'ok' if found.ok else 'WRONG'}: {str(found).splitlines()[0]}", flush=True)
         if not found.ok:
             raise SystemExit(f"{config}\n{found}")
@@ -210,6 +209,14 @@ def check_numerics(arch: str) -> None:
 def portable_and_own(dims: Dims, arch: str) -> Iterator[Config]:
     yield from (c for c in candidates(dims, "sm_120a") if not c.early and c.float_parts)
     yield from (c for c in candidates(dims, arch) if c.wgmma)
+
+
+def source_digest() -> str:
+    """Of the kernel and all that it includes."""
+    h = hashlib.sha256(read_source("tree_mla.cu").encode())
+    for name, text in sorted(include_closure("tree_mla.cu").items()):
+        h.update(f"{name}\0{text}".encode())
+    return h.hexdigest()[:12]
 
 
 def table_line(case: Case, us: float, note: str) -> str:
@@ -260,7 +267,7 @@ def measure(options: argparse.Namespace) -> None:
             record = {
                 "schema": 1, **asdict(case), "us": round(us, 2), "floor_us": round(case.floor_us, 2), "share": round(case.floor_us / us, 4),
                 "tflops": round(case.flops / us * 1e-6, 1), "plan_us": round(plan_us, 2), "error": float(f"{error:.2e}"),
-                "calls": case.calls, "config": asdict(config), **provenance(options.commit),
+                "calls": case.calls, "config": asdict(config), **provenance(options.commit), "src": source_digest(),
             }  # fmt: skip
             options.json.parent.mkdir(parents=True, exist_ok=True)
             with options.json.open("a") as file:
@@ -285,7 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="append a record a case")
     parser.add_argument("--check", action="store_true", help="numerics only")
     parser.add_argument("--predict", action="store_true", help="predicted times, without a GPU")
-    parser.add_argument("--most", type=int, default=8, help="configurations tried a case, likeliest first")
+    parser.add_argument("--most", type=int, default=10, help="configurations tried a case, likeliest first")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     options = parser.parse_args(arguments)
     (predict if options.predict else measure)(options)

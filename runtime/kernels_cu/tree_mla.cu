@@ -25,8 +25,7 @@
 // Kimi K2.6: 1,152 B and 2,176 flops a key and column; 4.54 TB/s and 751 TFLOP/s bind equally at 87 columns.
 // Whatever is masked may hold NaN: scores are replaced, and values of the step's own positions are scrubbed before the product.
 // Sources: MLA arXiv 2405.04434, online softmax arXiv 2205.14135, tree mask arXiv 2604.12989, PTX ISA.
-#include "prim/attention.cuh"
-#include "prim/wgmma.cuh"
+#include "prim/hopper.cuh"  // and what it includes: NVRTC takes prim/x and x for two files
 
 #ifndef OCTETS
 #error "build with -DHEADS= -DOCTETS= -DSLOTS= -DPRODUCERS= -DCAUSAL= -DEARLY= -DUSE_WGMMA= -DPART_F32="

@@ -7,54 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, plan_launch, workspace_bytes
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates
 from runtime.ops import OPS
 from tests.compare import check_bitwise, check_close
-from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, bf16, make_batch
+from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, make_batch
+from tools.mla_rig import PLAN, Attention
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = OPS["tree_mla"].tolerance
-PLAN = ("ctx", "row0", "seq", "ancestors", "pages")
 
 
-class Device:
-    """One batch on the device: uploads, launches, results."""
+class Device(Attention):
+    """A batch on the device; skips what the device cannot build."""
 
     def __init__(self, batch: Batch, config: Config) -> None:
-        import cupy as cp
-
         from tools.moe_rig import arch_of_device
 
-        self.cp, arch = cp, arch_of_device()
-        if config.wgmma and arch != "sm_90a":
-            pytest.skip(f"wgmma needs sm_90a, this is {arch}")
-        d = batch.dims
-        sms = int(cp.cuda.Device().attributes["MultiProcessorCount"])
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        room = {name: cp.full(size, 0xFF, cp.uint8) for name, size in workspace_bytes(d, config, sms).items()}
-        room["arrived"][...] = 0
-        room |= {name: cp.asarray(getattr(batch, name)) for name in PLAN}
-        room |= {name: cp.asarray(getattr(batch, name).view(np.uint16)) for name in ("q", "cache")}
-        self.out = room["out"] = cp.full((d.M, d.heads, 512), 0xFFFF, cp.uint16)
-        self.room = room
-        kernels = build_kernels(d, config, arch, sms)
-        at = {name: a.data.ptr for name, a in room.items()}
-        self.launches = [plan_launch(kernels, at), layer_launch(kernels, at, SCALE, slots=len(batch.cache))]
-        cp.cuda.Device().synchronize()
-
-    def enqueue(self) -> None:
-        for launch in self.launches:
-            launch.run(self.stream.ptr)
-
-    def result(self) -> np.ndarray:
-        self.stream.synchronize()
-        assert not self.room["arrived"].any()
-        return self.cp.asnumpy(self.out).view(bf16).astype(np.float32)
-
-    def run(self) -> np.ndarray:
-        self.enqueue()
-        return self.result()
+        if config.wgmma and arch_of_device() != "sm_90a":
+            pytest.skip(f"wgmma needs sm_90a, this is {arch_of_device()}")
+        super().__init__(batch, config, SCALE)
 
 
 def widths(heads: int) -> list[Config]:

@@ -31,7 +31,7 @@ def run(batch: Batch, get, config: Config, blocks: int = 4, descending: bool = F
     lib = get("mla_entry.cu", config.defines(d.heads))
     assert (lib.cpu_params_bytes(), lib.cpu_plan_bytes(), lib.cpu_item_bytes()) == (ctypes.sizeof(Params), ctypes.sizeof(PlanParams), 48)
     lib.cpu_tree_mla_plan(ctypes.byref(plan))
-    lib.cpu_tree_mla(ctypes.byref(params), ctypes.c_size_t(config.smem_bytes()), int(descending))
+    lib.cpu_tree_mla(ctypes.byref(params), len(batch.cache), ctypes.c_size_t(config.smem_bytes()), int(descending))
     assert not room["arrived"].any()  # ready for the next launch
     return out.astype(np.float32)
 
@@ -56,6 +56,18 @@ CASES = {
     "dead rows and empty sequences": (TINY, make_batch(8, [2, 3], [10, 66], seed=9, bucket=8, sequences=4)),
 }
 
+HOPPER = Config(octets=1, slots=9)
+CASES |= {
+    "wgmma: tree, several splits": (HOPPER, make_batch(8, [9], [200], seed=1)),
+    "wgmma: ragged, pages of 16": (replace(HOPPER, chunk=1, slots=27), make_batch(4, [3, 9, 1], [0, 128, 65], page=16, seed=4)),
+    "wgmma: nine octets, early, pages of 48": (Config(octets=9, early=True), make_batch(8, [9, 1], [130, 3], page=48, seed=6)),
+    "wgmma: 64 heads, pages of 32": (Config(octets=8, slots=18), make_batch(64, [2], [70], page=32, seed=5)),
+    "wgmma: bf16 partials, dead rows": (
+        replace(HOPPER, octets=2, float_parts=False, causal=True),
+        make_batch(8, [3, 2], [140, 66], seed=9, bucket=8, sequences=4, chain=True),
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(shim, name):
@@ -63,7 +75,7 @@ def test_matches_the_definition(shim, name):
     check(batch, shim, config)
 
 
-@pytest.mark.parametrize("name", ["tree, several splits", "ragged, every tile a split", "early scores"])
+@pytest.mark.parametrize("name", ["tree, several splits", "ragged, every tile a split", "early scores", "wgmma: ragged, pages of 16"])
 def test_other_order_of_threads(shim, name):
     config, batch = CASES[name]
     check_bitwise(run(batch, shim, config, descending=True), run(batch, shim, config))
