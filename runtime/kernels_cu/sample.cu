@@ -11,13 +11,13 @@
 // Every number that decides is an integer or one rounded float32 operation after the other (prim/exact.cuh), so the token
 // is NumPy's bit for bit, whatever the order in which threads run. Log-probabilities are sums of floats: one order, 5e-6 off.
 //
-// Adjusted logits are never stored. The adjusted tokens of a row are marked in two bit maps; each pass takes the unmarked
+// Adjusted logits are never stored: masks apply as a logit is read (-inf where a token is forbidden), and the adjusted tokens of a row are marked in two bit maps; each pass takes the unmarked
 // tokens from the logits and the marked ones from the tables, every token once.
 //
 // Inequality at V = 163,840: 0.66 MB a row, read once: 0.14 us of an H200's bandwidth. One block draws it through one SM at
 // about 100 GB/s, so a pass costs a row 6 us and all 132 SMs together 2 a row from L2: latency binds below 132 rows, L2
 // traffic (3 passes greedy with log-probabilities, up to 9 with all filters) above. Splitting a row over blocks is open.
-// Limits: V <= 2^21, top_n <= kListRoom; adjust_seq rises by sequence, adjust_row by row.
+// Limits: V <= 2^21, top_n <= kListRoom; adjust_seq rises by sequence, adjust_row and mask_rows by row.
 // Source: Gumbel-max, arXiv 1411.0030; Philox4x32-10, doi 10.1145/2063384.2063405; top-p, arXiv 1904.09751.
 #include "prim/pipeline.cuh"
 #include "prim/select.cuh"
@@ -47,20 +47,23 @@ struct Params {
   const float* __restrict__ adjust_seq_by;                // [a, 2] (scale, add)
   const int* __restrict__ adjust_row;                     // [c, 2] (row, token)
   const float* __restrict__ adjust_row_by;                // [c, 2]
+  const int* __restrict__ mask_rows;                      // [g] rows whose token is constrained, rising
+  const uint32_t* __restrict__ masks;                     // [g, words] bit i % 32 of word i / 32: token i may be drawn
   const int* __restrict__ live;                           // [1] output rows of this step, in device memory
   const int* __restrict__ live_seq;                       // [1] a
   const int* __restrict__ live_row;                       // [1] c
+  const int* __restrict__ live_masks;                     // [1] g
   int* __restrict__ target;                               // [I]
   float* __restrict__ logp;                               // [I]
   uint8_t* __restrict__ finite;                           // [I]
   int* __restrict__ top_ids;                              // [I, K]
   float* __restrict__ top_logp;                           // [I, K]
-  int V, K;
+  int V, K, words;
 };
 
 struct Shared {
   SelectRoom room;
-  int span[4];                                            // the row's entries: adjust_seq from, to; adjust_row from, to
+  int span[5];                                            // the row's entries: adjust_seq from, to; adjust_row from, to; its mask
 };
 
 // ---------------------------------------------------------------- the arithmetic of runtime/sampling.py
@@ -119,12 +122,12 @@ __device__ __forceinline__ uint4 philox(uint32_t block, uint64_t pos, uint64_t s
 __device__ __forceinline__ float adjusted_by(float v, const float* by) { return add_rn(v > 0.f ? div_rn(v, by[0]) : mul_rn(v, by[0]), by[1]); }
 __device__ __forceinline__ bool marked(const uint32_t* map, uint32_t id) { return map[id / 32] >> (id % 32) & 1; }
 
-// The first entry of a rising table [n, 2] whose first number is not below `value`.
-__device__ __forceinline__ int first_entry(const int* table, int n, int value) {
+// The first entry of a rising table [n, columns] whose first number is not below `value`.
+__device__ __forceinline__ int first_entry(const int* table, int columns, int n, int value) {
   int low = 0;
   while (low < n) {
     const int middle = (low + n) / 2;
-    if (table[2 * middle] < value) low = middle + 1;
+    if (table[columns * middle] < value) low = middle + 1;
     else n = middle;
   }
   return low;
@@ -138,9 +141,11 @@ struct Row {
   const float* logits;                                    // [V]
   uint32_t *in_seq, *in_row;                              // bit maps of the adjusted tokens
   int seq_from, seq_to, row_from, row_to;
+  const uint32_t* mask;                                   // [words] or null: every token is allowed
   bool finite;                                            // otherwise every raw logit counts as 0
 
   __device__ __forceinline__ bool adjusted() const { return seq_from < seq_to || row_from < row_to; }
+  __device__ __forceinline__ bool allowed(uint32_t id) const { return !mask || marked(mask, id); }
   __device__ __forceinline__ float raw(uint32_t id) const { return finite ? logits[id] : 0.f; }
   // Four neighbours; vectors where every row starts at a multiple of 16 bytes. NaN beyond V.
   __device__ __forceinline__ void quad(uint32_t id, float (&v)[4]) const {
@@ -164,12 +169,13 @@ struct Row {
         if (id + j < (uint32_t)p.V) f(id + j, v[j]);
     }
   }
-  // f(id, value) for every adjusted token. A token of both tables gets the sequence's entry, then the row's.
+  // f(id, value) for every adjusted token. A token of both tables gets the sequence's entry, then the row's; the mask is last.
   template <class F> __device__ __forceinline__ void each_entry(F f) const {
+    const float never = __uint_as_float(0xff800000u);
 #pragma unroll 1
     for (int i = seq_from + (int)threadIdx.x; i < seq_to; i += THREADS) {
       const uint32_t id = p.adjust_seq[2 * i + 1];
-      if (id < (uint32_t)p.V && !marked(in_row, id)) f(id, adjusted_by(raw(id), p.adjust_seq_by + 2 * i));
+      if (id < (uint32_t)p.V && !marked(in_row, id)) f(id, allowed(id) ? adjusted_by(raw(id), p.adjust_seq_by + 2 * i) : never);
     }
 #pragma unroll 1
     for (int i = row_from + (int)threadIdx.x; i < row_to; i += THREADS) {
@@ -180,7 +186,7 @@ struct Row {
         for (int k = seq_from; k < seq_to; ++k)
           if ((uint32_t)p.adjust_seq[2 * k + 1] == id) v = adjusted_by(v, p.adjust_seq_by + 2 * k);
       }
-      f(id, adjusted_by(v, p.adjust_row_by + 2 * i));
+      f(id, allowed(id) ? adjusted_by(v, p.adjust_row_by + 2 * i) : never);
     }
   }
   // Which of the four tokens from id on exist and stand in no table: 4 bits.
@@ -188,11 +194,19 @@ struct Row {
     const uint32_t left = (uint32_t)p.V - id, there = left < 4 ? (1u << left) - 1 : 15u;
     return adjusted() ? there & ~((in_seq[id / 32] | in_row[id / 32]) >> (id % 32)) : there;
   }
+  __device__ __forceinline__ void masked_quad(uint32_t id, float (&v)[4]) const {
+    quad(id, v);
+    if (!mask) return;
+    const uint32_t may = mask[id / 32] >> (id % 32);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (!(may >> j & 1)) v[j] = __uint_as_float(0xff800000u);
+  }
   // f(id, value) for every logit as adjusted.
   template <class F> __device__ __forceinline__ void each(F f) const {
     for (uint32_t id = 4 * threadIdx.x; id < (uint32_t)p.V; id += 4 * THREADS) {
       float v[4];
-      quad(id, v);
+      masked_quad(id, v);
       const uint32_t here = plain(id);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -202,19 +216,19 @@ struct Row {
   }
 };
 
-// Finds the row's entries and marks their tokens. All threads call it.
+// Finds the row's mask and entries, and marks the entries' tokens. All threads call it.
 __device__ __forceinline__ void mark_adjusted(Row& row, Shared& sh, int m, int s) {
   const Params& p = row.p;
-  if (threadIdx.x < 4) {
-    const bool by_row = threadIdx.x >= 2;
-    sh.span[threadIdx.x] = by_row ? first_entry(p.adjust_row, *p.live_row, m + (int)(threadIdx.x & 1))
-                                  : first_entry(p.adjust_seq, *p.live_seq, s + (int)(threadIdx.x & 1));
-  }
+  if (threadIdx.x < 2) sh.span[threadIdx.x] = first_entry(p.adjust_seq, 2, *p.live_seq, s + (int)threadIdx.x);
+  else if (threadIdx.x < 4) sh.span[threadIdx.x] = first_entry(p.adjust_row, 2, *p.live_row, m + (int)threadIdx.x - 2);
+  else if (threadIdx.x == 4) sh.span[4] = first_entry(p.mask_rows, 1, *p.live_masks, m);
   __syncthreads();
   row.seq_from = sh.span[0];
   row.seq_to = sh.span[1];
   row.row_from = sh.span[2];
   row.row_to = sh.span[3];
+  const int mine = sh.span[4];
+  if (mine < *p.live_masks && p.mask_rows[mine] == m) row.mask = p.masks + (size_t)mine * p.words;
   if (!row.adjusted()) return;
   for (int i = threadIdx.x; i < (p.V + 31) / 32; i += THREADS) row.in_seq[i] = row.in_row[i] = 0;
   __syncthreads();
@@ -262,7 +276,7 @@ __device__ __forceinline__ uint32_t race(const Row& row, SelectRoom& room, Cut c
   auto stays = [&](uint32_t id, float d) { return d >= kHopeless && within(cut, __float_as_uint(plus_zero(-d)), id); };
   for (uint32_t id = 4 * threadIdx.x; id < (uint32_t)row.p.V; id += 4 * THREADS) {
     float d[4];
-    row.quad(id, d);
+    row.masked_quad(id, d);
     const uint32_t here = row.plain(id);
     uint32_t staying = 0;
 #pragma unroll
@@ -298,20 +312,10 @@ __device__ __forceinline__ void write_logprobs(const Row& row, SelectRoom& room,
     row.each_raw([&](uint32_t id, float v) { f(~ordered(plus_zero(v)), coarse_bin(largest - v), id); });
   };
   const Cut cut = first_to_reach<THREADS>(room, (uint64_t)p.K, each, [](uint32_t) { return (uint64_t)1; });
-  if (threadIdx.x == 0) room.count = 0;
-  __syncthreads();
-  each([&](uint32_t key, uint32_t, uint32_t id) {
-    if (!within(cut, key, id)) return;
-    const uint32_t at = add_shared(&room.count, 1);
-    if (at < kListRoom) { room.key[at] = key; room.id[at] = id; }
+  in_order<THREADS>(room, cut, p.K, each, [&](int rank, uint32_t key, uint32_t id) {
+    p.top_ids[(size_t)i * p.K + rank] = (int)id;
+    p.top_logp[(size_t)i * p.K + rank] = (unordered(~key) - largest) - log_total;
   });
-  __syncthreads();
-  for (int a = threadIdx.x; a < p.K; a += THREADS) {      // listed in any order: a token's rank is how many stand before it
-    int before = 0;
-    for (int b = 0; b < p.K; ++b) before += b != a && within({room.key[a], room.id[a]}, room.key[b], room.id[b]);
-    p.top_ids[(size_t)i * p.K + before] = (int)room.id[a];
-    p.top_logp[(size_t)i * p.K + before] = (unordered(~room.key[a]) - largest) - log_total;
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Params p) {
@@ -324,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   const int m = p.out_rows[i], s = m < 0 ? -1 : p.seq[m];
   if (s < 0) return;
   uint32_t* maps = reinterpret_cast<uint32_t*>(raw + sizeof(Shared));
-  Row row = {p, p.logits + (size_t)i * p.V, maps, maps + (p.V + 31) / 32, 0, 0, 0, 0, true};
+  Row row = {p, p.logits + (size_t)i * p.V, maps, maps + (p.V + 31) / 32, 0, 0, 0, 0, nullptr, true};
 
   uint64_t best = 0, bad = 0;
   row.each_raw([&](uint32_t id, float v) {
@@ -336,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   best = row.finite ? block_max<THREADS>(sh.room.warp, best) : rank_of(0.f, 0);
   const float largest_raw = rank_value(best);
   mark_adjusted(row, sh, m, s);
-  if (row.adjusted()) {
+  if (row.adjusted() || row.mask) {
     best = 0;
     row.each([&](uint32_t id, float v) {
       const uint64_t rank = rank_of(v, id);

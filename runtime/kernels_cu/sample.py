@@ -22,7 +22,7 @@ from runtime.kernels_cu._launch import Function, Launch
 from runtime.types import I32
 
 SOURCE = "sample.cu"
-ROOM_BYTES = 33_056  # sizeof(Shared) of sample.cu; the shim's test holds them to each other
+ROOM_BYTES = 33_064  # sizeof(Shared) of sample.cu; the shim's test holds them to each other
 MOST_IDS = 1 << 21
 MOST_TOP = 2048  # kListRoom of prim/select.cuh
 MAX_SMEM_BYTES = 101_376  # the smallest of the build list: sm_89, sm_120a
@@ -35,14 +35,15 @@ class Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
             "logits", "out_rows", "seq", "pos", "temperature", "top_p", "min_p", "top_k", "seed", "logprobs",
-            "adjust_seq", "adjust_seq_by", "adjust_row", "adjust_row_by", "live", "live_seq", "live_row",
+            "adjust_seq", "adjust_seq_by", "adjust_row", "adjust_row_by", "mask_rows", "masks",
+            "live", "live_seq", "live_row", "live_masks",
             "target", "logp", "finite", "top_ids", "top_logp",
         )),
-        ("V", ctypes.c_int), ("K", ctypes.c_int),
+        ("V", ctypes.c_int), ("K", ctypes.c_int), ("words", ctypes.c_int),
     ]  # fmt: skip
 
 
-POINTERS = tuple(field[0] for field in Params._fields_[:-2])
+POINTERS = tuple(field[0] for field in Params._fields_[:-3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class Dims:
     I: int  # noqa: E741 (the letter of the vocabulary)
     V: int
     K: int
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a token mask."""
+        return -(-self.V // 32)
 
     def check(self) -> None:
         """Raises ValueError naming the symbol that the kernel cannot take."""
@@ -79,7 +85,7 @@ class Config:
 
     def smem_bytes(self, dims: Dims) -> int:
         """Bins and list, then two bit maps of the vocabulary."""
-        return ROOM_BYTES + 2 * 4 * -(-dims.V // 32)
+        return ROOM_BYTES + 2 * 4 * dims.words
 
     def defines(self) -> dict[str, int]:
         return {"THREADS": self.threads}
@@ -101,12 +107,12 @@ def predict_us(dims: Dims, passes: int, hw: Hardware, sms: int = 132) -> float:
     return 1e6 * max(rounds * passes * 4.0 * dims.V / _PASS_BPS, 4.0 * dims.I * dims.V / hw.read_bps)
 
 
-def check_tables(adjust_seq: I32, adjust_row: I32) -> None:
-    """Raises ValueError unless both tables rise by their first column, which the kernel's binary search needs.
+def check_tables(adjust_seq: I32, adjust_row: I32, mask_rows: I32) -> None:
+    """Raises ValueError unless the tables rise by their first column, which the kernel's binary search needs.
 
-    `runtime.adjust.fill_adjustments` makes them so; the plan that goes to a device is checked once, on the host.
+    `runtime.adjust` and `runtime.masks` make them so; the plan that goes to a device is checked once, on the host.
     """
-    for name, table in (("adjust_seq", adjust_seq), ("adjust_row", adjust_row)):
+    for name, table in (("adjust_seq", adjust_seq), ("adjust_row", adjust_row), ("mask_rows", mask_rows[:, None])):
         falls = np.flatnonzero(table[1:, 0] < table[:-1, 0])
         if len(falls):
             at = int(falls[0])
@@ -115,7 +121,7 @@ def check_tables(adjust_seq: I32, adjust_row: I32) -> None:
 
 def fill_params(dims: Dims, at: Mapping[str, int]) -> Params:
     """The kernel's arguments from addresses by name: POINTERS."""
-    return Params(*(at[name] for name in POINTERS), dims.V, dims.K)
+    return Params(*(at[name] for name in POINTERS), dims.V, dims.K, dims.words)
 
 
 def launch(function: Function, dims: Dims, config: Config, at: Mapping[str, int], keep: tuple[Any, ...] = ()) -> Launch:

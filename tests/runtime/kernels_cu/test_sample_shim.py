@@ -16,7 +16,7 @@ from tests.mutants import mutant
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 TYPES = {"out_rows": np.int32, "seq": np.int32, "pos": np.int32, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32,
          "top_k": np.int32, "seed": np.uint64, "logprobs": np.int32, "adjust_seq": np.int32, "adjust_seq_by": np.float32,
-         "adjust_row": np.int32, "adjust_row_by": np.float32}  # fmt: skip
+         "adjust_row": np.int32, "adjust_row_by": np.float32, "mask_rows": np.int32, "masks": np.uint32}  # fmt: skip
 
 
 class Step:
@@ -32,6 +32,7 @@ class Step:
             "temperature": np.ones(seqs), "top_p": np.ones(seqs), "min_p": np.zeros(seqs), "top_k": np.zeros(seqs),
             "seed": rng.integers(0, 2**64, seqs, np.uint64), "logprobs": np.full(seqs, -1),
             "adjust_seq": none, "adjust_seq_by": none, "adjust_row": none, "adjust_row_by": none,
+            "mask_rows": np.zeros(0), "masks": np.zeros((0, -(-self.logits.shape[1] // 32))),
         } | changes  # fmt: skip
         self.plan = {k: np.array(v if np.shape(v) else np.full(seqs, v), TYPES[k]) for k, v in plan.items()}
 
@@ -52,10 +53,9 @@ class Step:
         rows, vocab = self.logits.shape
         padded = np.full((rows + spare, vocab), np.nan, np.float32)
         padded[:rows] = self.logits
-        found, live = (
-            self.outputs(spare),
-            {"live": rows, "live_seq": len(self.plan["adjust_seq"]), "live_row": len(self.plan["adjust_row"])},
-        )
+        found = self.outputs(spare)
+        lengths = {"live_seq": "adjust_seq", "live_row": "adjust_row", "live_masks": "mask_rows"}
+        live = {"live": rows} | {name: len(self.plan[table]) for name, table in lengths.items()}
         counts = {name: np.array([n], np.int32) for name, n in live.items()}
         beyond = np.full(spare, 1 << 30, np.int32)
         arrays = {**self.plan, "out_rows": np.concatenate([self.plan["out_rows"], beyond]), **found, **counts, "logits": padded}
@@ -149,6 +149,25 @@ def test_adjustments(shim, rng, descending):
     assert (bare.defined()["target"] != step.defined()["target"]).any()
 
 
+def masked_step(rng, vocab: int = 517, **changes) -> Step:
+    """Four of eight rows constrained: to any half of the tokens, to one token, to none; entries of both tables beneath."""
+    base = adjusted_step(rng, 8, vocab)
+    masks = rng.integers(0, 2**32, (4, -(-vocab // 32)), np.uint32)
+    masks[2], masks[3] = 0, 0
+    masks[2, 11] = 1 << 9
+    return Step(rng, 8, vocab, top=3, logits=base.logits, **base.plan | {"mask_rows": [1, 5, 11, 15], "masks": masks} | changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"temperature": 2.0, "top_p": 1.0, "top_k": 0}])
+def test_masks(shim, rng, changes):
+    step = masked_step(rng, **changes)
+    found = step.run(shim)
+    check(step, found)
+    assert found["target"][5] == 11 * 32 + 9 and found["target"][7] == 0
+    bare = Step(rng, 8, 517, top=3, logits=step.logits, **{k: v for k, v in step.plan.items() if "mask" not in k})
+    assert (bare.defined()["target"] != step.defined()["target"]).any()
+
+
 def test_a_row_whose_tokens_are_all_banned_gives_the_first(shim, rng):
     ban = {"adjust_seq": np.stack([np.zeros(64), np.arange(64)], -1), "adjust_seq_by": np.tile([1.0, -np.inf], (64, 1))}
     step = Step(rng, 4, 64, top_p=0.9, **ban)
@@ -227,6 +246,8 @@ FAULTS = {
         "add_rn(mul_rn((float)exponent, 0.6931471805599453f), series)",
         "fmaf((float)exponent, 0.6931471805599453f, series)",
     ),
+    "a mask for the next row": ("p.mask_rows[mine] == m", "p.mask_rows[mine] >= m"),
+    "a mask that entries pass": ("return !mask || marked(mask, id);", "return true;"),
     "nine rounds": ("round < 10", "round < 9"),
     "the row's own position": ("(long long)p.pos[m] + 1", "(long long)p.pos[m]"),
     "a token marked and not taken": ("if (adjusted()) each_entry(f);", ""),
@@ -243,7 +264,7 @@ def test_a_fault_in_the_kernel_shows(tmp_path, rng, fault):
     plain = Step(rng, 40, 2000, top_p=0.7, temperature=np.linspace(0.5, 2, 20))
     plain.logits[5, 100] = np.nan
     with pytest.raises(AssertionError):
-        for step in (plain, adjusted_step(rng)):
+        for step in (plain, adjusted_step(rng), masked_step(rng), masked_step(rng, temperature=0.0)):
             check(step, step.run(get))
         check_arithmetic(get("sample_entry.cu", Config(64).defines()), rng)
 
@@ -269,7 +290,9 @@ def test_what_the_kernel_cannot_take_is_named():
     with pytest.raises(ValueError, match=r"shared memory"):
         Config().check(Dims(1, 1 << 21, 0))
     with pytest.raises(ValueError, match=r"adjust_row: entry 2 is of 3, entry 1 of 4"):
-        check_tables(np.zeros((0, 2), np.int32), np.array([[0, 1], [4, 1], [3, 1]], np.int32))
+        check_tables(np.zeros((0, 2), np.int32), np.array([[0, 1], [4, 1], [3, 1]], np.int32), np.zeros(0, np.int32))
+    with pytest.raises(ValueError, match=r"mask_rows: entry 1 is of 2, entry 0 of 5"):
+        check_tables(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32), np.array([5, 2], np.int32))
 
 
 @needs_nvrtc
