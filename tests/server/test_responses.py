@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -204,3 +205,21 @@ def test_an_error_inside_a_stream_is_an_event_of_its_protocol(start_server: Any,
     assert name == last["type"] == "error"
     assert "not finite" in json.dumps(last)
     assert server.client.get("/health")[0] == 200
+
+
+def test_the_asynchronous_client_streams_side_by_side(start_server: Any) -> None:
+    server = start_server(lambda request: [[int(token)] for token in request.prompt if token < 256])  # says its prompt again
+
+    async def one(aclient: openai.AsyncOpenAI, number: int) -> str:
+        asked: Any = [{"role": "user", "content": f"<{number}>"}]
+        stream = await aclient.chat.completions.create(model="fake", messages=asked, stream=True, extra_body=INSTANT)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as aclient:
+            return await asyncio.gather(*(one(aclient, number) for number in range(40)))
+
+    assert all(f"<{number}>" in text for number, text in enumerate(asyncio.run(run())))
+
+
+INSTANT = {"chat_template_kwargs": {"thinking": False}}
