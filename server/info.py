@@ -93,6 +93,7 @@ def figures(stats: EngineStats) -> dict[str, Any]:
             {"rows": rows, "steps": steps, "seconds": by_power(stats.bucket_s).get(rows, 0.0)}
             for rows, steps in by_power(stats.bucket_steps).items()
         ],
+        "budget": {"steps": stats.budget_steps, "expected": stats.expected_tokens, "realised": stats.realised_tokens},
         "stage_s": stats.stage_s,
         "finished": dict(stats.finished),
         "rejected": stats.rejected,

@@ -24,7 +24,7 @@ class EngineReport:
         self._before, self._then_s = now, now_s
         if now.steps == before.steps and not now.running and not now.waiting:
             return []
-        return [_engine_line(now, before, seconds), *_speculation_line(now, before, seconds)]
+        return [_engine_line(now, before, seconds), *_speculation_line(now, before, seconds), *_budget_line(now, before)]
 
 
 def _engine_line(now: EngineStats, before: EngineStats, seconds: float) -> str:
@@ -46,6 +46,21 @@ def _engine_line(now: EngineStats, before: EngineStats, seconds: float) -> str:
         if getattr(now, name) > getattr(before, name):
             line += f", {word}: {getattr(now, name) - getattr(before, name)} reqs"
     return line
+
+
+def _budget_line(now: EngineStats, before: EngineStats) -> list[str]:
+    """Where the engine chose its node budgets: how many nodes, and whether tokens and times were as expected."""
+    steps = now.budget_steps - before.budget_steps
+    recent = list(now.budget_records)[-steps:] if steps else []
+    if not recent:
+        return []
+    nodes = sum(sum(step.nodes) for step in recent) / len(recent)
+    expected_ms, took_ms = (1e3 * sum(times) / len(recent) for times in zip(*((s.expected_s, s.step_s) for s in recent), strict=True))
+    return [
+        f"Node budget: {nodes:.1f} nodes a step, none in {100 * (now.skipped_drafts - before.skipped_drafts) / steps:.0f}% of steps, "
+        f"Tokens a step: {(now.realised_tokens - before.realised_tokens) / steps:.2f} "
+        f"(expected {(now.expected_tokens - before.expected_tokens) / steps:.2f}), Step: {took_ms:.1f} ms (expected {expected_ms:.1f})"
+    ]
 
 
 def _speculation_line(now: EngineStats, before: EngineStats, seconds: float) -> list[str]:

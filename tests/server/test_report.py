@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runtime.stats import EngineStats
+from runtime.stats import BudgetStep, EngineStats
 from server.metrics import Metrics
 from server.report import EngineReport
 from tools.top import View, read_scrape, spark
@@ -60,6 +60,20 @@ def test_the_lines_say_what_happened_in_the_interval() -> None:
     now[0] = busy(26)
     now[0].preemptions = 3
     assert "Preempted: 3 reqs" in report.lines(20.0)[0]
+
+
+def test_chosen_budgets_have_a_line() -> None:
+    now = [busy(5)]
+    report = EngineReport(lambda: now[0], 0.0)
+    now[0] = busy(8)
+    for nodes in ((4, 2), (3, 3), ()):
+        step = BudgetStep(7, 8, nodes, drafted=len(nodes), expected=3.5, realised=4, expected_s=0.01, step_s=0.02)
+        now[0].count_budget(step)
+    line = report.lines(10.0)[2]
+    assert line.startswith("Node budget: 4.0 nodes a step, none in 33% of steps, Tokens a step: 4.00 (expected 3.50)")
+    assert line.endswith("Step: 20.0 ms (expected 10.0)")
+    now[0].count_step(16, 10, 0.02)
+    assert len(report.lines(20.0)) == 1, "no draft and no chosen budget since"
 
 
 def test_an_idle_engine_says_nothing_and_a_stuck_one_does() -> None:
