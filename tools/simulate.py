@@ -4,8 +4,8 @@
     python tools/simulate.py --traces traces.npz
     python tools/simulate.py --traces traces.npz --curves h200-tp8 my-curve.json --streams 1 10 64 --out sim.jsonl
 
-Policies: plain (no draft), chain (the drafter's top-1 chain), uniform (the best of all fixed trees, found by trying every
-budget), auto (what the engine does: one budget for all streams, argmax over every n, values calibrated as it goes, streams
+Policies: plain (no draft), chain (the drafter's top-1 chain), tree (a fixed one), uniform (the best of all fixed trees, found by
+trying every budget), auto (what the engine does: one budget for all streams, argmax over every n, values calibrated as it goes, streams
 weighted by ease), auto-uncalibrated and auto-unweighted (without one of these), first-descent (stops where the rate first
 falls: why one must not), oracle (knows the accepted path).
 Not in it: correlated routing, growing context, prompts, sampling above temperature 0.
@@ -38,6 +38,7 @@ STREAMS = (1, 2, 4, 8, 10, 16, 32, 64)
 NAMES = ("h200-tp8", "rtxpro6000-tp8", "h200-tp1", "flat", "cliff", "convex")
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 CHAIN = 7
+TREES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)  # fixed budgets that are recorded one by one, for the plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class Replay:
         """Prices a policy that takes the same rows at every step and accepts `accepted` nodes a stream on average."""
         rows = streams * (1 + nodes)
         seconds = self.curve.step_seconds(rows, streams if nodes else 0)
-        return Record(self.name, streams, policy, streams * (1 + accepted) / seconds, nodes, accepted, self._launched(rows), budget)
+        rate, drafted = streams * (1 + accepted) / seconds, float(nodes > 0)
+        return Record(self.name, streams, policy, rate, nodes, accepted, self._launched(rows), budget, drafted)
 
     def adaptive(self, streams: int, policy: str, choose: Callable[[I64], Allocation | None]) -> Record:
         """Runs a policy that looks at the drafts until the streams have read all texts once, on average.
@@ -183,6 +185,7 @@ def simulate(replay: Replay, count: int, accepts: Sequence[float]) -> Iterator[R
     if count * (1 + CHAIN) <= most:
         yield replay.fixed(count, "chain", CHAIN, accepts[-1])
     tried = [replay.fixed(count, "uniform", b, accepts[b], b) for b in range(1, len(accepts) - 1) if count * (1 + b) <= most]
+    yield from (dataclasses.replace(record, policy="tree") for record in tried if record.budget in TREES)
     if tried:
         yield max(tried, key=lambda record: record.tok_s)
     yield replay.auto(count, "auto", calibrated=True, eased=True)
