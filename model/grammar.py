@@ -114,24 +114,28 @@ class GrammarState:
 class TokenGrammar:
     """A compiled grammar: follows `runtime.constraint.Constraint`.
 
-    begins: tokens that end the reasoning, and whether the grammar itself begins with them (a tool
-    section does, </think> does not). waiting: the mask of reasoning, None if the answer begins at once.
+    begins: tokens that end the waiting, and whether the grammar itself begins with them (a tool
+    section does, </think> does not). waiting: the mask until then, None if the grammar begins at once.
+    optional: it begins with a tool section, if the model ever opens one; all other text is free.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, ends: frozenset[int], markers: Markers, in_reasoning: bool) -> None:
+    def __init__(
+        self, matcher: Any, vocab_size: int, ends: frozenset[int], markers: Markers, in_reasoning: bool, optional: bool = False
+    ) -> None:
         self._matcher = matcher
         self.words = -(-vocab_size // 32)
         self.ends = ends
         self.begins: dict[int, bool] = {}
         self.forbidden: frozenset[int] = frozenset()
         self.waiting: U32 | None = None
-        if not in_reasoning or markers.think_end is None:
+        section, think_end = markers.section_begin, markers.think_end
+        if not optional and (not in_reasoning or think_end is None):
             return
-        self.begins[markers.think_end] = False
-        section = markers.section_begin
         if section is not None and matcher.deep_copy().validate_tokens([section]) == 1:
             self.begins[section] = True
-        self.forbidden = (ends | markers.ids()) - self.begins.keys()
+        if think_end is not None and not optional:
+            self.begins[think_end] = False
+        self.forbidden = markers.ids() - self.begins.keys() - {think_end} if optional else (ends | markers.ids()) - self.begins.keys()
         allowed = np.ones(32 * self.words, np.uint8)
         allowed[list(self.forbidden)] = 0
         allowed[vocab_size:] = 0
@@ -157,8 +161,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # guards the two fields around it
         self._kept: OrderedDict[bytes, Any] = OrderedDict()
 
-    def compile(self, outputs: StructuredOutputs, in_reasoning: bool = False) -> TokenGrammar:
-        """The grammar of an output. in_reasoning: it begins after </think>.
+    def prepare(self) -> None:
+        """Builds the token trie, if there is none yet."""
+        self._tokens()
+
+    def compile(self, outputs: StructuredOutputs, in_reasoning: bool = False, optional: bool = False) -> TokenGrammar:
+        """The grammar of an output. in_reasoning: it begins after </think>; optional: see TokenGrammar.
 
         Raises InvalidRequest, field structured_outputs.NAME, for what is malformed, contradictory, too
         large or not supported. Bounded by llguidance's own limits: lexer fuel, grammar size, states.
@@ -173,7 +181,7 @@ class GrammarCompiler:
                 self._kept[key] = matcher
                 while len(self._kept) > self.KEPT:
                     self._kept.popitem(last=False)
-        return TokenGrammar(matcher, self._vocab_size, self._tokenizer.eos_ids, self._markers, in_reasoning)
+        return TokenGrammar(matcher, self._vocab_size, self._tokenizer.eos_ids, self._markers, in_reasoning, optional)
 
     def _build(self, name: str, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -243,33 +251,6 @@ def check_schema(schema: Any) -> Any:
     if size > MAX_CHARS:
         raise InvalidRequest(f"{FIELD}.json", f"{size} characters of JSON; at most {MAX_CHARS}")
     return copy
-
-
-def calls_grammar(functions: Mapping[str, Any], markers: Markers, several: bool) -> StructuredOutputs:
-    """A section of tool calls, each to one of these functions with arguments of its schema; ids count as the model likes.
-
-    functions: name -> JSON schema of the parameters. Raises InvalidRequest where the tokenizer lacks the markers.
-    """
-    ids = (markers.section_begin, markers.call_begin, markers.argument_begin, markers.call_end, markers.section_end)
-    if None in ids:
-        raise InvalidRequest("tool_choice", "this model has no tool calls")
-    section, call, body, call_end, section_end = (f"<[{token}]>" for token in ids)
-    rules = [f"start: {section} call{'+' if several else ''} {section_end}", f"call: {call} one {call_end}"]
-    rules.append("one: " + " | ".join(f"f{i}" for i in range(len(functions))))
-    for i, (name, schema) in enumerate(functions.items()):
-        head = json.dumps(f"functions.{name}:", ensure_ascii=False)
-        rules.append(f"f{i}: {head} /[0-9]{{1,4}}/ {body} a{i}")
-        rules.append(f"a{i}: %json {json.dumps(_arguments(schema))}")
-    return StructuredOutputs(lark="\n".join(rules) + "\n")
-
-
-def _arguments(schema: Any) -> Any:
-    """Parameters as a schema of an object: a declaration may leave its type out, or say nothing at all."""
-    if not isinstance(schema, Mapping) or not schema:
-        schema = {"type": "object"}
-    if not any(key in schema for key in ("type", "$ref", "anyOf", "allOf", "oneOf")):
-        schema = {"type": "object", **schema}
-    return {"x-guidance": WHITE_SPACE, **schema}
 
 
 def _choices(value: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive
@@ -21,6 +22,7 @@ from server.params import fit_to_context, make_sampling
 from server.protocol import ChatRequest
 from server.service import Service
 from server.sse import KEEP_ALIVE, EventStream
+from server.structured import calls_tools, check_tools, constraint_of
 
 if TYPE_CHECKING:
     from runtime.api import Loaded
@@ -34,13 +36,15 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGI
     loaded = service.ready(request.model)
     usage_at_end, usage_always = check_stream_options(request)
     params = _sampling(request, loaded)
-    _check_served(request)
+    check_tools(request)
     ids = await encode_messages(service, loaded, request)
     fitted = fit_to_context(params, len(ids), loaded.max_model_len, "messages")
     think = loaded.tokenizer.special.get("<think>")
     in_reasoning = think is not None and starts_in_reasoning(ids, think)
     answer_id = new_id("chatcmpl")
-    requests = service.make_requests(loaded, answer_id, ids, fitted, request.cache_salt, "messages")
+    constraint = await constraint_of(service, loaded, request, fitted, in_reasoning)
+    made = service.make_requests(loaded, answer_id, ids, fitted, request.cache_salt, "messages")
+    requests = [replace(one, constraint=constraint) for one in made]
     choices = [ChatChoice(fitted, loaded, in_reasoning, _calls(request)) for _ in requests]
     answer = Answer(
         id=answer_id,
@@ -156,26 +160,11 @@ def _sampling(request: ChatRequest, loaded: Loaded) -> SamplingParams:
     )
 
 
-def _check_served(request: ChatRequest) -> None:
-    """Raises ApiError 400 naming what would change the answer and is not served yet."""
-    if request.tool_choice not in (None, "auto", "none"):
-        raise bad_field("tool_choice", f'{echo(request.tool_choice)} is not supported yet; use "auto" or "none"')
-    if request.response_format is not None and request.response_format.type != "text":
-        raise bad_field("response_format", f'type {echo(request.response_format.type)} is not supported yet; use "text" or leave it out')
-    for at, tool in enumerate(request.tools or ()):
-        if tool.get("type") != "function":
-            raise bad_field(f"tools[{at}].type", f'{echo(tool.get("type"))} is not "function"')
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
-            raise bad_field(f"tools[{at}].function.name", "a non-empty string is needed")
-
-
 def _calls(request: ChatRequest) -> ToolCalls | None:
     """What collects the calls of one choice; None where the request declares nothing to call."""
-    if not request.tools or request.tool_choice == "none":
+    if not calls_tools(request):
         return None
-    return ToolCalls(functions_of(request.tools), next_call_index(normalise(request.messages)))
+    return ToolCalls(functions_of(request.tools or ()), next_call_index(normalise(request.messages)))
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

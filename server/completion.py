@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from server.params import check_prompt_ids, fit_to_context, make_sampling
 from server.protocol import CompletionRequest
 from server.service import Service
 from server.sse import KEEP_ALIVE, EventStream
+from server.structured import constraint_of
 
 if TYPE_CHECKING:
     from runtime.api import Loaded
@@ -57,6 +59,7 @@ async def complete(service: Service, request: CompletionRequest, receive: Receiv
     prompts = await encode_prompts(service, loaded, request.prompt)
     if len(prompts) * params.n > service.limits.max_choices:
         raise bad_field("n", f"{len(prompts)} prompts x n {params.n} is above {service.limits.max_choices} choices in one request")
+    constraint = await constraint_of(service, loaded, request, params, False)
     answer_id = new_id("cmpl")
     requests: list[Request] = []
     choices: list[CompletionChoice] = []
@@ -65,7 +68,7 @@ async def complete(service: Service, request: CompletionRequest, receive: Receiv
         echoed = loaded.tokenizer.decode(ids.tolist(), skip_special_tokens=params.skip_special_tokens) if request.echo else ""
         for made in service.make_requests(loaded, f"{answer_id}-{p}", ids.tolist(), fitted, request.cache_salt, field):
             choices.append(CompletionChoice(len(requests), fitted, loaded, echoed))
-            requests.append(made)
+            requests.append(replace(made, constraint=constraint))
     answer = Answer(
         id=answer_id,
         kind="text_completion",

@@ -27,5 +27,7 @@ class Limits:
     write_timeout_s: float = 60.0  # one write that the client does not take
     retry_after_s: int = 1
     probe_timeout_s: float = 30.0  # for the one token of /health_generate
+    compile_s: float = 5.0  # one schema or grammar; what llguidance's own limits let pass takes below 0.3 s
+    max_compiling: int = 32
     inline_chars: int = 20_000  # longer prompts are encoded off the event loop (about 2 ms of tiktoken)
     max_logged_fields: int = 64  # names of unknown request fields remembered for the log

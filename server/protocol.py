@@ -16,6 +16,21 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredFields(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's structured_outputs: exactly one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What completions and chat completions have in common."""
 
@@ -41,6 +56,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -49,10 +66,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    type: str
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -64,7 +77,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -87,11 +100,10 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "thinking": ((), 'use chat_template_kwargs {"thinking": true or false}'),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
-    "guided_json": ((), "structured output is not supported yet"),
-    "guided_regex": ((), "structured output is not supported yet"),
-    "guided_choice": ((), "structured output is not supported yet"),
-    "guided_grammar": ((), "structured output is not supported yet"),
-    "structured_outputs": ((), "structured output is not supported yet"),
+    "guided_json": ((), "use structured_outputs.json or response_format"),
+    "guided_regex": ((), "use structured_outputs.regex"),
+    "guided_choice": ((), "use structured_outputs.choice"),
+    "guided_grammar": ((), "use structured_outputs.grammar"),
     "echo": ((False,), "the messages are not repeated in the answer"),
     "documents": (([],), "put them into a message"),
     "prediction": ((), "drafts come from the server's own drafter"),

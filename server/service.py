@@ -42,10 +42,13 @@ class Service:
     generations: set[Generation] = field(default_factory=set)
     decoder: RequestDecoder = field(init=False)
     encoders: ThreadPoolExecutor = field(init=False)
+    compilers: ThreadPoolExecutor = field(init=False)
+    compiling: int = 0  # schemas handed to the compilers and not done
 
     def __post_init__(self) -> None:
         self.decoder = RequestDecoder(self.limits)
         self.encoders = ThreadPoolExecutor(1, "encode")  # one: a long prompt may wait for another, short ones never do
+        self.compilers = ThreadPoolExecutor(2, "compile")
 
     def ready(self, model: str | None, generates: bool = True) -> Loaded:
         """What is loaded, if it can take work. Raises ApiError 503 with Retry-After, or 404 for another model's name.

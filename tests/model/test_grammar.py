@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.grammar import GrammarCompiler, GrammarState, calls_grammar
+from model.grammar import GrammarCompiler, GrammarState
 from model.tokenizer import Tokenizer
+from model.tool_grammar import calls_grammar, check_parameters
 from model.tool_parser import Markers
 from runtime.constraint import StructuredOutputs
 from runtime.types import DraftTree, InvalidRequest
@@ -176,3 +177,57 @@ def test_the_cache_is_bounded_and_hit() -> None:
     before = compiler.compile(StructuredOutputs(json=SCHEMA))
     assert compiler.compile(StructuredOutputs(json=SCHEMA))._matcher is before._matcher
     assert compiler.compile(StructuredOutputs(json=SCHEMA), True)._matcher is before._matcher
+
+
+def test_calls_that_need_not_be_made() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    outputs = calls_grammar({"a": schema}, MARKERS, False)
+    state = COMPILER.compile(outputs, True, optional=True).start()
+    state.push([*T.encode("thought"), THINK_END, *T.encode("text")])
+    free = allowed(state.masks(DraftTree.root_only(0))[1][0])
+    assert {SECTION, THINK_END, *T.eos_ids} <= free and T.special["<|tool_call_begin|>"] not in free
+    state.push([SECTION])
+    assert allowed(state.masks(DraftTree.root_only(0))[1][0]) == {T.special["<|tool_call_begin|>"]}
+    assert state.error is None
+
+
+def test_an_answer_or_calls() -> None:
+    either = calls_grammar({"a": None}, MARKERS, True, SCHEMA)
+    first = after(either, [])[1]
+    assert first is not None and {SECTION, *T.encode("{")} <= first and not first & set(T.encode("x"))
+    assert after(either, T.encode('{"a": 1, "b": ""}'))[1] >= T.eos_ids  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 7},
+        {"type": ["string", 3]},
+        {"properties": {"a": {"items": [{"pattern": "["}]}}},
+        {"pattern": "a" * 5000},
+        {"anyOf": [{"$ref": "#/$defs/none"}]},
+        {"$ref": "http://example.com"},
+        {"properties": {"a": 3}},
+        deep(100),
+        [],
+        "x",
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_declarations_that_mean_nothing(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tools"):
+        check_parameters(schema, "tools[0].function.parameters")
+
+
+def test_declarations_that_are_merely_unusual_pass() -> None:
+    for schema in (
+        None,
+        True,
+        {},
+        {"type": "any", "x-own": [1]},
+        {"properties": {"type": {"type": "string"}, "$ref": {"type": "string"}, "pattern": {}}},
+        {"properties": {"p": {"pattern": r"^(?=a)\w+$"}, "q": {"pattern": r"\p{L}+"}}},
+        {"$defs": {"a/b": {"items": [{"type": "null"}]}}, "anyOf": [{"$ref": "#/$defs/a~1b/items/0"}, {"$ref": "#"}]},
+        deep(20),
+    ):
+        check_parameters(schema, "tools[0].function.parameters")

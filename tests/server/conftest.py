@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from model.chat_template import ChatTemplate
+from model.grammar import GrammarCompiler
 from model.tokenizer import Tokenizer
 from runtime.engine import QueueFull
 from runtime.stats import EngineStats
@@ -180,6 +181,10 @@ class FakeLoaded:
     summary: str = "scripted"
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0, top_p=0.95, max_tokens=None))
     seeds: list[int] = field(default_factory=list)
+    grammars: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def make_requests(
         self, id: str, prompt: Sequence[int], sampling: SamplingParams, arrived_s: float = 0.0, cache_salt: bytes = b""
