@@ -40,7 +40,7 @@ more than the cores that are free.
 """
 
 EXAMPLES = """\
-methods:  none · dflash:DEPTH (a chain) · ddtree:NODES (a tree)
+methods:  none · dflash:DEPTH (a chain) · ddtree:NODES (a tree) · ddtree:auto (chosen each step)
 
 examples:
   a first look, about a minute
@@ -57,11 +57,13 @@ examples:
 
 def speculation_for(method: str) -> dict[str, Any] | None:
     """The speculative_config that a method's short name stands for. Raises ValueError naming it."""
-    match = re.fullmatch(r"(none)|(dflash|chain|ddtree):(\d+)", method)
+    match = re.fullmatch(r"(none)|(dflash|chain|ddtree):(\d+)|ddtree:(auto)", method)
     if match is None:
-        raise ValueError(f"--methods: {method!r} is none of none, dflash:DEPTH, ddtree:NODES")
+        raise ValueError(f"--methods: {method!r} is none of none, dflash:DEPTH, ddtree:NODES, ddtree:auto")
     if match[1]:
         return None
+    if match[4]:
+        return {"method": "ddtree", "tree_budget": "auto"}
     if match[2] == "ddtree":
         return {"method": "ddtree", "tree_budget": int(match[3])}
     return {"method": "dflash", "num_speculative_tokens": int(match[3])}

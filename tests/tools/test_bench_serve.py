@@ -89,6 +89,7 @@ def test_methods_take_turns() -> None:
         ("none", None),
         ("dflash:7", {"method": "dflash", "num_speculative_tokens": 7}),
         ("ddtree:16", {"method": "ddtree", "tree_budget": 16}),
+        ("ddtree:auto", {"method": "ddtree", "tree_budget": "auto"}),
     ],
 )
 def test_method_names(name: str, config: dict[str, Any] | None) -> None:
