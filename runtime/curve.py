@@ -42,7 +42,8 @@ class Learned:
     """A step function over rising edges: a prior shape, and what was measured of it.
 
     An edge never measured takes the prior times the ratio measured ÷ prior of its neighbours, interpolated; past the
-    last one measured the ratio stays. So a prior of the right shape is only scaled, and a constant one is interpolated.
+    last one measured the ratio stays. What was measured is made to rise. So a prior of the right shape is only scaled, and
+    a constant one is interpolated.
     """
 
     def __init__(self, edges: Sequence[int], prior: Sequence[float]) -> None:
@@ -76,8 +77,23 @@ class Learned:
             self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(int(self.count[place]), EMA_STEPS)
         known = np.flatnonzero(~np.isnan(self.measured))
         prior = np.maximum(self.prior, 1e-9)  # a prior of nothing has a shape too: constant
-        ratio = self.measured[known] / prior[known]
+        ratio = _rising(self.measured[known], np.minimum(self.count[known], EMA_STEPS)) / prior[known]
         self.value = prior * np.interp(self.edges, self.edges[known], ratio)
+
+
+def _rising(value: F64, weight: Array) -> F64:
+    """The nearest rising values in weighted squares, by pooling neighbours that fall (isotonic regression).
+
+    More rows never cost less: a step may always be padded. So one slow measurement of a small edge is corrected by faster
+    larger ones, which matters as an edge that looks dear is not chosen and hence not measured again.
+    """
+    pools: list[tuple[float, float, int]] = []  # mean, weight, members
+    for v, w in zip(value.tolist(), weight.tolist(), strict=True):
+        pools.append((v, float(w), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, wa, na), (b, wb, nb) = pools[-2:]
+            pools[-2:] = [((a * wa + b * wb) / (wa + wb), wa + wb, na + nb)]
+    return np.repeat([mean for mean, _, _ in pools], [members for _, _, members in pools])
 
 
 class CostCurve:

@@ -55,6 +55,17 @@ def test_a_prior_of_nothing_is_replaced() -> None:
     assert held.overhead_s == pytest.approx(0.25)
 
 
+def test_a_slow_measurement_is_corrected_by_larger_steps() -> None:
+    held = Learned((1, 8, 16, 24), (1.0, 1.0, 1.0, 1.0))
+    for edge, seconds, times in ((1, 1.0, 9), (8, 9.0, 1), (16, 3.0, 4), (24, 5.0, 1)):
+        for _ in range(times):
+            held.observe(edge, seconds)
+    assert held.value.tolist() == pytest.approx([1.0, 4.2, 4.2, 5.0]), "9 once and 3 four times are 4.2 together"
+    for _ in range(60):
+        held.observe(16, 3.0)
+    assert held.value[1] == held.value[2] == pytest.approx(3.0, abs=0.15)
+
+
 def test_means_move_and_a_pause_counts_little() -> None:
     held = Learned((4,), (9.0,))
     for _ in range(3 * EMA_STEPS):
