@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -31,8 +31,9 @@ MAX_CHOICES = 1024
 MAX_LEXER_STATES = 50_000  # 1 to 2 kB each, built as they are met
 FIRST_MASK_S = 0.25  # (a{1000}){1000} takes 0.45 s on its first mask, a large schema 0.015 s at 163,840 tokens
 STEP_S = 1.0  # all masks of one tree
-# Space between JSON tokens: bounded, because a model that may write spaces for ever sometimes does.
-WHITE_SPACE: Any = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+# Between JSON tokens one space, or a line end and its indentation: a model that may write more sometimes does,
+# the demo model 32 spaces a time where 32 were possible.
+WHITE_SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}
 FIELD = "structured_outputs"
 
 
@@ -52,31 +53,43 @@ class GrammarState:
         self.error: str | None = None
 
     def masks(self, tree: DraftTree) -> tuple[I32, U32]:
-        """Walks the tree depth first; the matcher goes down with it and is rolled back on the way up."""
-        start = time.perf_counter()
+        nodes: list[int] = []
+        bits = np.zeros((len(tree), self._grammar.words), np.uint32)
+        for node, phase in self._walk(tree):
+            if phase is not Phase.ENDED:
+                self._mask(phase, bits[len(nodes)])
+                nodes.append(node)
+        order = np.argsort(np.array(nodes, np.int32))
+        return np.array(nodes, np.int32)[order], bits[: len(nodes)][order]
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        keep = np.array(sorted(node for node, _ in self._walk(tree)))
+        if len(keep) == len(tree):
+            return tree
+        place = np.full(len(tree) + 1, -1, np.int16)  # the last entry is that of the root's parent, -1
+        place[keep] = np.arange(len(keep))
+        return DraftTree(tree.token[keep], place[tree.parent[keep]], tree.depth[keep])
+
+    def _walk(self, tree: DraftTree) -> Iterator[tuple[int, Phase]]:
+        """Every allowed node, depth first, with its phase; the matcher stands at the node, and is rolled back on the way up."""
+        end = time.perf_counter() + STEP_S
         children: list[list[int]] = [[] for _ in range(len(tree))]
         for node, parent in enumerate(tree.parent.tolist()[1:], 1):
             children[parent].append(node)
         token = tree.token.tolist()
-        nodes: list[int] = []
-        bits = np.zeros((len(tree), self._grammar.words), np.uint32)
 
-        def visit(node: int, phase: Phase) -> None:
-            if time.perf_counter() - start > STEP_S:
-                raise TimeoutError(f"the masks of {len(nodes)} nodes took {STEP_S:g} s")
-            if phase is not Phase.ENDED:
-                self._mask(phase, bits[len(nodes)])
-                nodes.append(node)
+        def visit(node: int, phase: Phase) -> Iterator[tuple[int, Phase]]:
+            if time.perf_counter() > end:
+                raise TimeoutError(f"the masks of one tree took {STEP_S:g} s")
+            yield node, phase
             for child in children[node]:
                 consumed, following = self._follow(token[child], phase)
                 if following is not None:
-                    visit(child, following)
+                    yield from visit(child, following)
                 if consumed and not self._matcher.rollback(1):
                     raise RuntimeError("llguidance: a token could not be taken back")
 
-        visit(0, self._phase)
-        order = np.argsort(np.array(nodes, np.int32))
-        return np.array(nodes, np.int32)[order], bits[: len(nodes)][order]
+        return visit(0, self._phase)
 
     def push(self, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -38,6 +38,9 @@ class ConstraintState(Protocol):
         constraint itself forbids are left out: their parents' masks keep them from being accepted.
         """
 
+    def prune(self, tree: DraftTree) -> DraftTree:
+        """The tree without the nodes that the constraint forbids, and without what stands below them."""
+
     def push(self, tokens: Sequence[int]) -> None:
         """Takes committed tokens, the bonus included, in order."""
 

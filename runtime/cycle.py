@@ -22,6 +22,7 @@ import numpy as np
 
 from runtime.config import EngineConfig
 from runtime.executor import Executor
+from runtime.masks import prune
 from runtime.rows import Share, make_step_plan
 from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
@@ -85,7 +86,8 @@ class Cycle:
                 self._watcher.before_step(self._scheduler.load(), self._stats)
         taps, self._taps = self._taps, Taps.none()
         trees = self._speculator.propose(roots, taps, self._stats)
-        return {root.id: tree for root, tree in zip(roots, trees, strict=True)}
+        held = {sequence.id: sequence.constraint for sequence in self._scheduler.running}
+        return {root.id: prune(held.get(root.id), tree) for root, tree in zip(roots, trees, strict=True)}
 
     def _judge(self, shares: list[Share], plan: StepPlan, result: StepResult) -> list[Verdict]:
         """A verdict for each tree, in order."""

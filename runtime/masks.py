@@ -34,6 +34,18 @@ def fill_masks(items: Iterable[tuple[ConstraintState, int, DraftTree]]) -> tuple
     return np.concatenate(rows), np.concatenate(masks) if masks else np.zeros((0, 0), np.uint32)
 
 
+def prune(state: ConstraintState | None, tree: DraftTree) -> DraftTree:
+    """The tree without nodes that could not be accepted: their rows would be verified for nothing."""
+    if state is None or state.error is not None or len(tree) == 1:
+        return tree
+    try:
+        return state.prune(tree)
+    except Exception:
+        LOG.exception("a constraint failed")
+        state.error = "the constraint failed"
+        return tree
+
+
 def apply_masks(logits: F32, row_index: I32, mask_rows: I32, masks: U32) -> None:
     """Sets logits [r, V] f32 of forbidden tokens to -inf, in place.
 

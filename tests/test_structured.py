@@ -138,6 +138,9 @@ def test_a_failing_grammar_ends_its_request_alone(world: World, jobs: list[Job],
         def masks(self, tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
             raise RuntimeError("no masks")
 
+        def prune(self, tree: DraftTree) -> DraftTree:
+            return tree
+
         def push(self, tokens: Sequence[int]) -> None: ...
 
     good = [job.request for job in jobs[:4]]

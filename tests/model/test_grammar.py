@@ -36,6 +36,15 @@ def after(outputs: StructuredOutputs, tokens: list[int], in_reasoning: bool = Fa
     return state, allowed(masks[0]) if len(nodes) else None
 
 
+def paths_of(tree: DraftTree) -> list[list[int]]:
+    """Tokens below the root down to each node."""
+    paths: list[list[int]] = [[]]
+    for token, parent, depth in list(zip(tree.token.tolist(), tree.parent.tolist(), tree.depth.tolist(), strict=True))[1:]:
+        paths.append([*paths[parent], token])
+        assert len(paths[-1]) == depth
+    return paths
+
+
 @pytest.mark.parametrize("in_reasoning", [False, True])
 def test_each_node_is_held_to_its_own_path(in_reasoning: bool) -> None:
     """A random tree around a right answer: every mask is what a state gives that took that node's path alone."""
@@ -60,12 +69,15 @@ def test_each_node_is_held_to_its_own_path(in_reasoning: bool) -> None:
             nodes, masks = state.masks(tree)
             found = dict(zip(nodes.tolist(), map(allowed, masks), strict=True))
             assert sorted(found) == nodes.tolist() and (0 in found or taken >= len(truth) - 1)
+            fine = []
             for node in range(21):
                 lone, want = after(outputs, truth[:taken] + path[node], in_reasoning)
                 if lone.error is not None:
                     assert node not in found, "forbidden nodes have no mask"
                 else:
                     assert found.get(node) == want, (taken, node)
+                    fine.append(path[node])
+            assert paths_of(state.prune(tree)) == fine
 
 
 def test_the_grammar_waits_for_the_end_of_the_reasoning() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.kernels_np.sample import sample
-from runtime.masks import apply_masks, fill_masks
+from runtime.masks import apply_masks, fill_masks, prune
 from runtime.types import DraftTree
 
 
@@ -21,6 +21,9 @@ class Fixed:
 
     def masks(self, tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
         return np.array(sorted(self._allowed), np.int32), np.stack([bits(self._allowed[n], self._vocab) for n in sorted(self._allowed)])
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        return tree
 
     def push(self, tokens: Sequence[int]) -> None: ...
 
@@ -46,10 +49,24 @@ def test_a_state_that_raises_is_marked_and_the_others_stand() -> None:
         def masks(self, tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
             raise RuntimeError("broken")
 
+        def prune(self, tree: DraftTree) -> DraftTree:
+            raise RuntimeError("broken")
+
     broken, good = Broken({}, 70), Fixed({0: [1]}, 70)
     for _ in range(2):
         rows, _ = fill_masks([(broken, 0, DraftTree.root_only(0)), (good, 4, DraftTree.root_only(0))])
         assert rows.tolist() == [4] and broken.error is not None and good.error is None
+
+
+def test_pruning_fails_alone_too() -> None:
+    class Broken(Fixed):
+        def prune(self, tree: DraftTree) -> DraftTree:
+            raise RuntimeError("broken")
+
+    tree = DraftTree(np.array([1, 2], np.int32), np.array([-1, 0], np.int16), np.array([0, 1], np.int16))
+    broken = Broken({}, 70)
+    assert prune(broken, tree) is tree and broken.error is not None
+    assert prune(None, tree) is tree
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 33, 512, 4099])
