@@ -223,3 +223,21 @@ def test_the_asynchronous_client_streams_side_by_side(start_server: Any) -> None
 
 
 INSTANT = {"chat_template_kwargs": {"thinking": False}}
+
+
+def test_anthropics_client_reads_messages(start_server: Any) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    server = start_server(think_then("hello"), keys=("k1",))
+    talk = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "adaptive"}}
+    aclient = anthropic.Anthropic(base_url=server.url, api_key="k1", max_retries=0)
+    whole = aclient.messages.create(**talk)
+    with aclient.messages.stream(**talk) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == "hello" and whole.stop_reason == final.stop_reason == "end_turn"
+    assert [part.type for part in whole.content] == [part.type for part in final.content] == ["thinking", "text"]
+    assert final.usage.output_tokens == whole.usage.output_tokens == 11
+    with pytest.raises(anthropic.BadRequestError, match="tools: not supported"):
+        aclient.messages.create(**talk, tools=[{"name": "x", "input_schema": {}}])
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=server.url, api_key="k2", max_retries=0).messages.create(**talk)
