@@ -100,6 +100,8 @@ class Config:
             raise ValueError(f"{self}: mma.sync takes 1, 2 or 4 producers and up to 4 octets (registers)")
         if self.wgmma and gcd(dims.page_size, TILE) < 16:
             raise ValueError(f"{self}: tensor copies need page_size = {dims.page_size} to be a multiple of 16; build without wgmma")
+        if self.octets == 9 and dims.heads % 8:  # columns of an octet belong to several nodes: 10 to 36 bytes of spills
+            raise ValueError(f"{self}: 9 octets need heads = {dims.heads} to be a multiple of 8")
         if self.chunk and -(-(dims.keys + TILE) // (self.chunk * TILE)) > MOST_SPLITS:
             raise ValueError(f"{self}: {dims.keys} keys in splits of {self.chunk} tiles are more than {MOST_SPLITS} splits")
 
