@@ -24,17 +24,18 @@ static_assert(FRAGS >= 1 && FRAGS <= 16 && STAGES >= 2 && STAGES <= 4, "warps of
 constexpr int kThreads = 32 * FRAGS, kKeys = 32, kRowBytes = 2 * HEAD, kPieces = HEAD / 8, kTileBytes = kKeys * kRowBytes;
 constexpr int kMergeThreads = 128, kRows = 16 * FRAGS, kWords = HEAD / 2;
 
+// Not __restrict__: what a predecessor writes is no constant of this kernel, and such loads could move above pdl_wait.
 struct Params {
-  const uint32_t* __restrict__ q;                         // [B T, A, J] bf16
-  const uint8_t* __restrict__ k;                          // [B T, Z, J] bf16, the block's own
-  const uint8_t* __restrict__ v;                          // [B T, Z, J]
-  const uint8_t* __restrict__ k_cache;                    // [S, Z, J]
-  const uint8_t* __restrict__ v_cache;                    // [S, Z, J]
-  const int* __restrict__ pages;                          // [B, P]
-  const int* __restrict__ ctx;                            // [B] -1: dead
-  float* __restrict__ part;                               // [B, Z, splits, kRows, J] sums
-  float* __restrict__ stats;                              // [B, Z, splits, kRows, 2] largest score, sum of weights
-  uint32_t* __restrict__ out;                             // [B T, A, J] bf16
+  const uint32_t* q;                                      // [B T, A, J] bf16
+  const uint8_t* k;                                       // [B T, Z, J] bf16, the block's own
+  const uint8_t* v;                                       // [B T, Z, J]
+  const uint8_t* k_cache;                                 // [S, Z, J]
+  const uint8_t* v_cache;                                 // [S, Z, J]
+  const int* pages;                                       // [B, P]
+  const int* ctx;                                         // [B] -1: dead
+  float* part;                                            // [B, Z, splits, kRows, J] sums
+  float* stats;                                           // [B, Z, splits, kRows, 2] largest score, sum of weights
+  uint32_t* out;                                          // [B T, A, J] bf16
   int T, A, Z, P, page_size, splits;
   float scale;                                            // of the scores, times log2 e
 };

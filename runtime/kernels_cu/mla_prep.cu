@@ -25,26 +25,27 @@ using namespace prim;
 static_assert(THREADS % 32 == 0 && THREADS <= 1024 && VECS >= 1 && VECS <= 8, "a row in registers");
 constexpr int kWarps = THREADS / 32, kSlice = 128;
 
+// Not __restrict__: what a predecessor writes is no constant of this kernel, and such loads could move above pdl_wait.
 struct Latent {
-  const uint4* __restrict__ a;                            // [M, Q+L+R] bf16
-  const uint4* __restrict__ q_norm;                       // [Q] bf16
-  const uint4* __restrict__ kv_norm;                      // [L] bf16
-  const float* __restrict__ cos_sin;                      // [X, R] R/2 cosines, then R/2 sines
-  const int* __restrict__ pos;                            // [M]
-  const int* __restrict__ slot;                           // [M]
-  const int* __restrict__ seq;                            // [M] or null
-  uint4* __restrict__ q_latent;                           // [M, Q]
-  uint4* __restrict__ cache;                              // [S, L+R] bf16
+  const uint4* a;                                         // [M, Q+L+R] bf16
+  const uint4* q_norm;                                    // [Q] bf16
+  const uint4* kv_norm;                                   // [L] bf16
+  const float* cos_sin;                                   // [X, R] R/2 cosines, then R/2 sines
+  const int* pos;                                         // [M]
+  const int* slot;                                        // [M]
+  const int* seq;                                         // [M] or null
+  uint4* q_latent;                                        // [M, Q]
+  uint4* cache;                                           // [S, L+R] bf16
   int Q, L, R;                                            // in vectors of eight
   float eps;
 };
 
 struct Query {
-  const uint4* __restrict__ q;                            // [M, A, N+R] bf16
-  const float* __restrict__ cos_sin;                      // [X, R]
-  const int* __restrict__ pos;                            // [M]
-  const int* __restrict__ seq;                            // [M] or null
-  uint4* __restrict__ out;                                // [M, A, L+R] bf16: the last R are written
+  const uint4* q;                                         // [M, A, N+R] bf16
+  const float* cos_sin;                                   // [X, R]
+  const int* pos;                                         // [M]
+  const int* seq;                                         // [M] or null
+  uint4* out;                                             // [M, A, L+R] bf16: the last R are written
   int heads, N, L, R;                                     // N, L, R in vectors of eight
 };
 

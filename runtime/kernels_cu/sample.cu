@@ -32,32 +32,33 @@ constexpr uint32_t kTokenDraw = 0x544F4B4Eu;             // "TOKN"
 constexpr float kHopeless = -26.f, kGreedy = 1e-5f;
 constexpr int kMassBits = 40;
 
+// Not __restrict__: what a predecessor writes is no constant of this kernel, and such loads could move above pdl_wait.
 struct Params {
-  const float* __restrict__ logits;                       // [I, V]
-  const int* __restrict__ out_rows;                       // [I] rows of the plan
-  const int* __restrict__ seq;                            // [M] -1: dead
-  const int* __restrict__ pos;                            // [M]
-  const float* __restrict__ temperature;                  // [B]
-  const float* __restrict__ top_p;                        // [B]
-  const float* __restrict__ min_p;                        // [B]
-  const int* __restrict__ top_k;                          // [B]
-  const uint64_t* __restrict__ seed;                      // [B]
-  const int* __restrict__ logprobs;                       // [B] -1: none wanted
-  const int* __restrict__ adjust_seq;                     // [a, 2] (sequence, token)
-  const float* __restrict__ adjust_seq_by;                // [a, 2] (scale, add)
-  const int* __restrict__ adjust_row;                     // [c, 2] (row, token)
-  const float* __restrict__ adjust_row_by;                // [c, 2]
-  const int* __restrict__ mask_rows;                      // [g] rows whose token is constrained, rising
-  const uint32_t* __restrict__ masks;                     // [g, words] bit i % 32 of word i / 32: token i may be drawn
-  const int* __restrict__ live;                           // [1] output rows of this step, in device memory
-  const int* __restrict__ live_seq;                       // [1] a
-  const int* __restrict__ live_row;                       // [1] c
-  const int* __restrict__ live_masks;                     // [1] g
-  int* __restrict__ target;                               // [I]
-  float* __restrict__ logp;                               // [I]
-  uint8_t* __restrict__ finite;                           // [I]
-  int* __restrict__ top_ids;                              // [I, K]
-  float* __restrict__ top_logp;                           // [I, K]
+  const float* logits;                                    // [I, V]
+  const int* out_rows;                                    // [I] rows of the plan
+  const int* seq;                                         // [M] -1: dead
+  const int* pos;                                         // [M]
+  const float* temperature;                               // [B]
+  const float* top_p;                                     // [B]
+  const float* min_p;                                     // [B]
+  const int* top_k;                                       // [B]
+  const uint64_t* seed;                                   // [B]
+  const int* logprobs;                                    // [B] -1: none wanted
+  const int* adjust_seq;                                  // [a, 2] (sequence, token)
+  const float* adjust_seq_by;                             // [a, 2] (scale, add)
+  const int* adjust_row;                                  // [c, 2] (row, token)
+  const float* adjust_row_by;                             // [c, 2]
+  const int* mask_rows;                                   // [g] rows whose token is constrained, rising
+  const uint32_t* masks;                                  // [g, words] bit i % 32 of word i / 32: token i may be drawn
+  const int* live;                                        // [1] output rows of this step, in device memory
+  const int* live_seq;                                    // [1] a
+  const int* live_row;                                    // [1] c
+  const int* live_masks;                                  // [1] g
+  int* target;                                            // [I]
+  float* logp;                                            // [I]
+  uint8_t* finite;                                        // [I]
+  int* top_ids;                                           // [I, K]
+  float* top_logp;                                        // [I, K]
   int V, K, words;
 };
 
