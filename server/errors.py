@@ -21,6 +21,7 @@ _TYPES = {
     415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PATH = re.compile(r"(?<![\w:/])(?:/[\w.+\-]+){2,}")

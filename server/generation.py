@@ -58,6 +58,7 @@ class Generation:
         self.on_closed: Callable[[Generation], object] | None = None
         self._ended: Exception | None = None
         self._beating: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.TimerHandle | None = None
         now_s = self._heard_s = self._loop.time()
         self.records = [ChoiceRecord(len(request.prompt), now_s) for request in requests]
 
@@ -72,6 +73,12 @@ class Generation:
                     raise from_invalid(error) from None
                 raise
             self._open[index] = request.id
+        if self._limits.request_timeout_s > 0:
+            self._expiring = self._loop.call_later(self._limits.request_timeout_s, self._expire)
+
+    def _expire(self) -> None:
+        if self._open:
+            self.fail(ApiError(504, f"the request was not finished within the {self._limits.request_timeout_s:g} s that it had"))
 
     def _withdraw(self) -> None:
         for request_id in self._open.values():
@@ -122,8 +129,9 @@ class Generation:
     def _end(self, error: Exception) -> None:
         if self._ended is None:
             self._ended = error
-        if self._beating is not None:
-            self._beating.cancel()
+        for timer in (self._beating, self._expiring):
+            if timer is not None:
+                timer.cancel()
         if self.on_closed is not None:
             self.on_closed(self)
         now_s = self._loop.time()

@@ -26,6 +26,7 @@ class Limits:
     keep_alive_s: float = 15.0  # an SSE comment after this much silence
     write_timeout_s: float = 60.0  # one write that the client does not take
     retry_after_s: int = 1
+    request_timeout_s: float = 0.0  # from arrival to the last token; 0: as long as it takes
     probe_timeout_s: float = 30.0  # for the one token of /health_generate
     compile_s: float = 5.0  # one schema or grammar; what llguidance's own limits let pass takes below 0.3 s
     max_compiling: int = 32

@@ -86,6 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     reasoning_help = "what a chat's reasoning is called in answers (default reasoning_content; both are understood in requests)"
     group.add_argument("--reasoning-field", choices=tuple(REASONING_NAMES), default="reasoning_content", help=reasoning_help)
+    timeout_help = "seconds that a request may take, waiting included; then it ends with a 504 (default: no limit)"
+    group.add_argument("--request-timeout", type=float, default=0.0, metavar="S", help=timeout_help)
     group.add_argument("--access-log", action="store_true", help="one line for each request")
     group = parser.add_argument_group("observation")
     log_help = "seconds between two lines about throughput, queue, cache and speculation in the log; 0 for none (default 10)"
@@ -138,7 +140,7 @@ def serve(args: argparse.Namespace) -> int:
     """Serves until stopped; returns the exit code. Raises ValueError, FileNotFoundError or OSError for what is not usable."""
     keys = read_keys(args)
     speculative_of(args)  # contradictions before the port is bound
-    limits = Limits(max_body_bytes=args.max_body_bytes, keep_alive_s=args.sse_keep_alive_interval)
+    limits = Limits(max_body_bytes=args.max_body_bytes, keep_alive_s=args.sse_keep_alive_interval, request_timeout_s=args.request_timeout)
     options = {name: value if isinstance(value, (int, float, str, type(None))) else str(value) for name, value in vars(args).items()}
     shown = {name: value for name, value in options.items() if name not in SECRET}
     service = Service(

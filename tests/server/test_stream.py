@@ -75,6 +75,25 @@ def test_a_client_that_leaves_frees_everything(start_server: Any, path: str, str
     assert server.client.get("/health")[0] == 200
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("started", [True, False])
+def test_a_request_has_the_time_it_was_given(start_server: Any, stream: bool, started: bool) -> None:
+    server = start_server(lambda _: LONG, limits=Limits(request_timeout_s=0.3))
+    server.engine.step_s = 0.01
+    if not started:
+        server.engine.gate.clear()
+    begin = time.monotonic()
+    response = server.client.open("POST", "/v1/completions", {"prompt": "x", "stream": stream, "n": 2})
+    body = response.read().decode()
+    assert 0.25 < time.monotonic() - begin < 3
+    assert response.status == (200 if stream else 504)
+    assert '"code":504' in body and ("[DONE]" in body) == stream and ('"text":"a"' in body) == (stream and started)
+    assert until(lambda: idle(server), 3.0) and len(server.engine.aborted) == 2
+    server.engine.gate.set()
+    server.engine.script = lambda _: [[97], [EOS]]
+    assert server.client.complete()[0] == 200, "one that ends in time"
+
+
 def test_leaving_while_queued_frees_too(start_server: Any) -> None:
     server = start_server(lambda _: LONG)
     server.engine.gate.clear()
