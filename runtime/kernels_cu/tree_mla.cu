@@ -123,16 +123,17 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
     if (p.seq[i] >= 0) atomicAdd(&rows[p.seq[i]], 1);
   __syncthreads();
   // Every thread tries one chunk length; the cheapest wins, the longer one where two cost the same.
-  int longest = 1, load = 0;
+  int longest = 1;
+  long long load = 0;
   for (int b = 0; b < p.sequences; ++b)
     if (rows[b]) {
       const int tiles = parts(p.ctx[b] + rows[b], kTile);
       longest = most(longest, tiles);
-      load += least(tiles * parts(rows[b] * kHeads, kN), 1 << 24);
+      load += (long long)tiles * parts(rows[b] * kHeads, kN);
     }
   int chunk = p.chunk;
   if (!chunk) {
-    const int low = most(most(load / (8 * p.blocks), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
+    const int low = most(most((int)(load / (8 * p.blocks)), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
     chunk = low + (int)((long long)span * t * t / (255 * 255));
     chunk = parts(longest, parts(longest, chunk));        // as short as this number of ranges allows
     long long items = 0, slots = 0;
@@ -684,6 +685,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
     bar_init(tail + kQFree, 8);
     bar_init_fence();
   }
+#if USE_WGMMA
+  if (threadIdx.x == 256) {
+    prefetch_map(keys);
+    prefetch_map(queries);
+  }
+#endif
   if (threadIdx.x < kN) sts_f32(tail + kMax + threadIdx.x * 4, kNever);
   __syncthreads();
   pdl_wait();

@@ -10,6 +10,9 @@ namespace prim {
 
 struct __align__(64) TensorMap { char bytes[128]; };  // CUtensorMap; a __grid_constant__ parameter
 
+// Brings a map near before the first copy needs it; parameters may be read before the launch's predecessor ends.
+// PTX ISA, "prefetch.tensormap".
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // A box of a two-dimensional tensor, written swizzled; bytes are counted on the barrier. PTX ISA, "cp.async.bulk.tensor".
 __device__ __forceinline__ void tensor_copy(smem_t dst, const TensorMap& map, smem_t barrier, int column, int row, uint64_t policy) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
@@ -96,6 +99,7 @@ inline void tensor_copy(smem_t dst, const TensorMap& map, smem_t, int column, in
     }
   }
 }
+inline void prefetch_map(const TensorMap&) {}
 inline uint64_t policy_evict_first() { return 0; }
 inline uint64_t policy_evict_normal() { return 0; }
 template <int N> inline void lower_registers() {}
