@@ -24,6 +24,7 @@ class ResponseHead:
     temperature: float | None
     top_p: float | None
     metadata: Mapping[str, str]
+    text_format: Mapping[str, Any]
 
 
 def response(head: ResponseHead, chat: Mapping[str, Any], status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def response(head: ResponseHead, chat: Mapping[str, Any], status: str, output: l
         "previous_response_id": None,
         "store": False,
         "temperature": head.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": dict(head.text_format)},
         "tool_choice": "none",
         "tools": [],
         "top_p": head.top_p,

@@ -11,12 +11,19 @@ from starlette.types import ASGIApp, Receive
 from server.answer import json_response
 from server.chat_view import reasoning_of, run_chat, text_of
 from server.errors import bad_field, echo
-from server.protocol import ChatRequest, StreamOptions
+from server.protocol import ChatRequest, ResponseFormat, StreamOptions
 from server.response_events import ResponseHead, events_of, finished, output_items
 from server.service import Service
 from server.sse import EventStream
 
-RENAME = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+RENAME = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.type": "text.format.type",
+    "response_format.json_schema": "text.format.schema",
+    "response_format.json_schema.schema": "text.format.schema",
+}
 KINDS = {"input_text": "text", "output_text": "text", "text": "text"}
 _TOOLS = "use /v1/chat/completions for tools"
 _STATE = "nothing is stored; send the whole conversation as input"
@@ -45,7 +52,13 @@ class ReasoningOptions(msgspec.Struct):
 
 
 class TextFormat(msgspec.Struct):
+    """type text, json_object or json_schema; the last with `schema`, to which the text is held."""
+
     type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
 
 
 class TextOptions(msgspec.Struct):
@@ -86,10 +99,13 @@ async def respond(service: Service, request: ResponsesRequest, receive: Receive)
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        response_format=_format(request),
         chat_template_kwargs=None if effort is None else {"thinking": effort not in ("none", "minimal")},
     )
     answer = await run_chat(service, asked, receive, places, RENAME)
-    head = ResponseHead(request.instructions, request.max_output_tokens, request.temperature, request.top_p, request.metadata or {})
+    form = TextFormat("text") if request.text is None or request.text.format is None else request.text.format
+    shown = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
+    head = ResponseHead(request.instructions, request.max_output_tokens, request.temperature, request.top_p, request.metadata or {}, shown)
     if isinstance(answer, EventStream):
         return answer.translated(lambda frames: events_of(frames, head))
     return answer if answer.status_code != 200 else _whole(answer, head)
@@ -112,12 +128,19 @@ def _check_served(request: ResponsesRequest) -> None:
         if options.effort not in (None, "none", "minimal", "low", "medium", "high", "xhigh"):
             raise bad_field("reasoning.effort", f"{echo(options.effort)} is not an effort")
     if request.text is not None:
-        if request.text.format is not None and request.text.format.type != "text":
-            raise bad_field("text.format", f"type {echo(request.text.format.type)} is not supported here; use /v1/chat/completions")
         if request.text.verbosity not in (None, "medium"):
             raise bad_field("text.verbosity", 'not supported; ask for it in the instructions, or leave it at "medium"')
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise bad_field("stream_options.include_obfuscation", "not supported; false or absent")
+
+
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    """The form of the text as chat takes it; whether it is one, chat says."""
+    form = None if request.text is None else request.text.format
+    if form is None:
+        return None
+    schema = None if form.schema is None else {"name": form.name or "answer", "schema": form.schema}
+    return ResponseFormat(form.type, schema)
 
 
 def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from runtime.types import Emission
+from tests.server.test_structured import CLOSED, obedient
 
 EOS, THINK_END = 256, 262
 
@@ -92,6 +93,21 @@ def test_reasoning_may_have_another_name_or_both(start_server: Any, names: tuple
     assert server.client.post("/v1/chat/completions", {"messages": history})[0] == 200
 
 
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_a_response_is_held_to_its_schema(start_server: Any, effort: str) -> None:
+    server = start_server(obedient)
+    form = {"type": "json_schema", "name": "number", "schema": CLOSED, "strict": True}
+    body = {"input": "hi", "reasoning": {"effort": effort}, "text": {"format": form}}
+    made = client(server).responses.create(model="fake", **body)  # type: ignore[call-overload]
+    assert 0 <= json.loads(made.output_text)["x"] <= 99
+    assert made.text.format.type == "json_schema"
+    deltas = [event["delta"] for name, event in named_events(server, "/v1/responses", body) if name == "response.output_text.delta"]
+    assert set(json.loads("".join(deltas))) == {"x"}
+    any_object = {**body, "text": {"format": {"type": "json_object"}}}
+    _, made = server.client.post("/v1/responses", any_object)
+    assert isinstance(json.loads(made["output"][-1]["content"][0]["text"]), dict)
+
+
 def test_a_cut_response_is_incomplete(start_server: Any) -> None:
     server = start_server(lambda _: [[97]] * 100)
     body = {"input": "hi", "max_output_tokens": 3, "reasoning": {"effort": "none"}}
@@ -163,7 +179,10 @@ REFUSED = [
     ("/v1/responses", {"input": "x", "background": True}, "background"),
     ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
     ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
-    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "text.format.schema"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ("/v1/responses", {"input": "x", "text": {"verbosity": "high"}}, "text.verbosity"),
     ("/v1/responses", {"input": "x", "reasoning": {"summary": "auto"}}, "reasoning.summary"),
     ("/v1/responses", {"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
