@@ -189,7 +189,12 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._kept.get(key)
         if matcher is None:
-            matcher = self._build(name, grammar)
+            try:
+                matcher = self._build(name, grammar)
+            except (InvalidRequest, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic in Rust is no Exception
+                raise InvalidRequest(f"{FIELD}.{name}", "it can not be compiled") from error
             with self._lock:
                 self._kept[key] = matcher
                 while len(self._kept) > self.KEPT:

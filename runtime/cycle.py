@@ -22,7 +22,7 @@ import numpy as np
 
 from runtime.config import EngineConfig
 from runtime.executor import Executor
-from runtime.masks import prune
+from runtime.masks import prune, push
 from runtime.rows import Share, make_step_plan
 from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
@@ -158,8 +158,8 @@ class Cycle:
         tokens = verdict.tokens[:kept]
         sequence.append(tokens)
         sequence.history.push(tokens)
-        if sequence.constraint is not None and finish is None:
-            sequence.constraint.push(tokens)
+        if finish is None:
+            push(sequence.constraint, tokens)
         drafted, accepted = share.nodes - 1, max(0, min(len(verdict.path) - 1, kept))
         if drafted:
             stats.count_draft(drafted, accepted)

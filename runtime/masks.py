@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from runtime.constraint import ConstraintState
 from runtime.types import F32, I32, U32, DraftTree
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def fill_masks(items: Iterable[tuple[ConstraintState, int, DraftTree]]) -> tuple[I32, U32]:
@@ -21,29 +23,39 @@ def fill_masks(items: Iterable[tuple[ConstraintState, int, DraftTree]]) -> tuple
     """
     rows, masks = [np.zeros(0, np.int32)], []
     for state, first_row, tree in items:
-        if state.error is not None:
-            continue
-        try:
-            nodes, bits = state.masks(tree)
-        except Exception:
-            LOG.exception("a constraint failed")
-            state.error = "the constraint failed"
-            continue
-        rows.append(nodes + np.int32(first_row))
-        masks.append(bits)
+        found = _guarded(state, lambda state=state, tree=tree: state.masks(tree))  # type: ignore[misc]
+        if found is not None:
+            nodes, bits = found
+            rows.append(nodes + np.int32(first_row))
+            masks.append(bits)
     return np.concatenate(rows), np.concatenate(masks) if masks else np.zeros((0, 0), np.uint32)
 
 
 def prune(state: ConstraintState | None, tree: DraftTree) -> DraftTree:
     """The tree without nodes that could not be accepted: their rows would be verified for nothing."""
-    if state is None or state.error is not None or len(tree) == 1:
+    if state is None or len(tree) == 1:
         return tree
+    return _guarded(state, lambda: state.prune(tree)) or tree
+
+
+def push(state: ConstraintState | None, tokens: Sequence[int]) -> None:
+    """Moves a state on by committed tokens."""
+    if state is not None:
+        _guarded(state, lambda: state.push(tokens))
+
+
+def _guarded(state: ConstraintState, call: Callable[[], T]) -> T | None:
+    """What a state says, or None once it has failed: one request's grammar never ends a step of all."""
+    if state.error is not None:
+        return None
     try:
-        return state.prune(tree)
-    except Exception:
+        return call()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic in Rust is no Exception
         LOG.exception("a constraint failed")
         state.error = "the constraint failed"
-        return tree
+        return None
 
 
 def apply_masks(logits: F32, row_index: I32, mask_rows: I32, masks: U32) -> None:

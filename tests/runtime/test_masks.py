@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.kernels_np.sample import sample
-from runtime.masks import apply_masks, fill_masks, prune
+from runtime.masks import apply_masks, fill_masks, prune, push
 from runtime.types import DraftTree
 
 
@@ -67,6 +67,25 @@ def test_pruning_fails_alone_too() -> None:
     broken = Broken({}, 70)
     assert prune(broken, tree) is tree and broken.error is not None
     assert prune(None, tree) is tree
+
+
+def test_a_panic_is_held_back_and_an_interrupt_is_not() -> None:
+    class Panic(BaseException):
+        pass
+
+    class Broken(Fixed):
+        fault: type[BaseException] = Panic
+
+        def push(self, tokens: Sequence[int]) -> None:
+            raise self.fault
+
+    broken = Broken({}, 70)
+    push(broken, [1])
+    push(broken, [1])
+    assert broken.error is not None
+    broken.error, broken.fault = None, KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        push(broken, [1])
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 33, 512, 4099])

@@ -13,6 +13,8 @@ import numpy as np
 import openai
 import pydantic
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from runtime.types import DraftTree, Request
 from server.limits import Limits
@@ -217,3 +219,48 @@ def test_the_openai_client_parses(start_server: Any) -> None:
     ) as stream:
         final = stream.get_final_completion().choices[0].message
     assert isinstance((final.tool_calls or [])[0].function.parsed_arguments, Point)
+
+
+KEYWORDS = [
+    "type",
+    "properties",
+    "items",
+    "required",
+    "enum",
+    "const",
+    "anyOf",
+    "allOf",
+    "pattern",
+    "minimum",
+    "maxLength",
+    "$ref",
+    "$defs",
+]
+LEAVES = st.sampled_from(
+    ["string", "object", "array", "integer", "[", "^a+$", "#", "#/$defs/a", "x", 7, -1, 2.5, 10**12, None, True, False]
+)
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYWORDS, "not", "format", "a", "x-guidance"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+SCHEMA_LIKE = st.dictionaries(st.sampled_from(KEYWORDS), NESTED, max_size=5)
+CHOICES = st.sampled_from([None, "auto", "none", "required", NAMED, {"type": "function"}, {"type": "function", "function": {"name": 3}}])
+
+
+@settings(max_examples=250, deadline=5000, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(schema=SCHEMA_LIKE | NESTED, where=st.integers(0, 4), choice=CHOICES, text=st.text("ab[](){}|*+?\\:=\"' \nstart", max_size=30))
+def test_nothing_that_is_sent_is_a_fault_of_the_server(running: Any, schema: Any, where: int, choice: Any, text: str) -> None:
+    fields: dict[str, Any] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"regex": text}},
+        {"structured_outputs": {"grammar": text}},
+        {},
+    ][where]
+    status, body = running.client.chat(**fields, tools=tool(schema), tool_choice=choice)
+    assert status in (200, 400), body
+    if status == 400:
+        assert body["error"]["param"] and len(body["error"]["message"]) <= 600, body
