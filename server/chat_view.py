@@ -42,6 +42,8 @@ def renamed(error: ApiError, places: Sequence[str], rename: Mapping[str, str]) -
         return places[at] if at < len(places) else "messages"
 
     param = rename.get(error.param) or _MESSAGE.sub(place, error.param)
+    if param.startswith("tools["):
+        param = param.replace(".function.parameters", ".input_schema").replace(".function.", ".")
     message = param + error.message.removeprefix(error.param) if error.message.startswith(error.param) else error.message
     return ApiError(error.status, message, param, error.headers)
 

@@ -10,9 +10,12 @@ import openai
 import pytest
 
 from runtime.types import Emission
+from server.message_turns import turn
+from tests.server.conftest import ARGUMENTS, CALL, CALL_END, SECTION, SECTION_END
 from tests.server.test_structured import CLOSED, obedient
 
 EOS, THINK_END = 256, 262
+TALK: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def say(*runs: list[int]) -> Any:
@@ -152,6 +155,39 @@ def test_a_message_has_anthropics_form(start_server: Any) -> None:
     assert server.client.post("/v1/messages", {**body, "messages": back})[0] == 200
 
 
+def test_a_message_calls_tools_and_hears_of_their_results(start_server: Any) -> None:
+    def called(request: Any) -> Any:
+        call = [SECTION, CALL, *b"functions.add:0", ARGUMENTS, *b'{"x": 1', *b', "y": 2}', CALL_END, SECTION_END]
+        return [list(b"so "), call[:20], call[20:], [EOS]]
+
+    server = start_server(called)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}
+    tools = [{"name": "add", "description": "adds", "input_schema": schema}]
+    body = {"max_tokens": 200, "messages": TALK, "tools": tools, "tool_choice": {"type": "auto"}}
+    status, made = server.client.post("/v1/messages", body)
+    assert (status, made["stop_reason"]) == (200, "tool_use"), made
+    text, call = made["content"]
+    assert text == {"type": "text", "text": "so "}
+    assert call == {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {"x": 1, "y": 2}}
+    events = named_events(server, "/v1/messages", body)
+    starts = [body["content_block"] for name, body in events if name == "content_block_start"]
+    assert [start["type"] for start in starts] == ["text", "tool_use"] and starts[1] == {**call, "input": {}}
+    deltas = [body["delta"] for name, body in events if name == "content_block_delta" and body["index"] == 1]
+    assert json.loads("".join(delta["partial_json"] for delta in deltas)) == call["input"]
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "3"}]}
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": made["content"]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+    ]
+    assert server.client.post("/v1/messages", {**body, "messages": talk})[0] == 200
+    asked = turn("user", talk[-1]["content"], "")
+    assert [message["role"] for message in asked] == ["tool", "user"] and asked[0]["content"] == "3"
+    more = server.client.post("/v1/messages/count_tokens", {"messages": talk, "tools": tools})[1]["input_tokens"]
+    assert more > server.client.post("/v1/messages/count_tokens", {"messages": TALK, "tools": tools})[1]["input_tokens"]
+
+
 @pytest.mark.parametrize(
     ("fields", "stop"),
     [
@@ -169,7 +205,6 @@ def test_why_a_message_ended(start_server: Any, fields: dict[str, Any], stop: tu
     assert (delta["stop_reason"], delta["stop_sequence"]) == stop
 
 
-TALK = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image", "source": {}}
 REFUSED = [
     ("/v1/responses", {}, "input"),
@@ -194,7 +229,16 @@ REFUSED = [
     ("/v1/messages", {"messages": TALK}, "max_tokens"),
     ("/v1/messages", {"messages": TALK, "max_tokens": 0}, "max_tokens"),
     ("/v1/messages", {"messages": [], "max_tokens": 5}, "messages"),
-    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "tools": [{"name": "x"}]}, "tools"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0].type"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "tools": [{"name": ""}]}, "tools[0].name"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}], "max_tokens": 5}, "messages[0].content[0].type"),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 5},
+        "messages[0].content[0].tool_use_id",
+    ),
     ("/v1/messages", {"messages": TALK, "max_tokens": 5, "stop_sequences": [""]}, "stop_sequences"),
     ("/v1/messages", {"messages": TALK, "max_tokens": 5, "thinking": {"type": "maybe"}}, "thinking.type"),
     ("/v1/messages", {"messages": [{"role": "system", "content": "x"}], "max_tokens": 5}, "messages[0].role"),
@@ -256,7 +300,7 @@ def test_anthropics_client_reads_messages(start_server: Any) -> None:
     assert text == "hello" and whole.stop_reason == final.stop_reason == "end_turn"
     assert [part.type for part in whole.content] == [part.type for part in final.content] == ["thinking", "text"]
     assert final.usage.output_tokens == whole.usage.output_tokens == 11
-    with pytest.raises(anthropic.BadRequestError, match="tools: not supported"):
-        aclient.messages.create(**talk, tools=[{"name": "x", "input_schema": {}}])
+    with pytest.raises(anthropic.BadRequestError, match="mcp_servers: not supported"):
+        aclient.messages.create(**talk, extra_body={"mcp_servers": [{}]})
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=server.url, api_key="k2", max_retries=0).messages.create(**talk)
