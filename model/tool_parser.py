@@ -39,6 +39,7 @@ class Part(Enum):
 class Markers:
     """Ids of a checkpoint's control tokens; None where it has none."""
 
+    think_begin: int | None = None
     think_end: int | None = None
     section_begin: int | None = None
     section_end: int | None = None
@@ -50,6 +51,7 @@ class Markers:
     def of(special: Mapping[str, int]) -> Markers:
         """Resolved by string: ids differ between checkpoints of the family."""
         return Markers(
+            think_begin=special.get("<think>"),
             think_end=special.get("</think>"),
             section_begin=special.get("<|tool_calls_section_begin|>"),
             section_end=special.get("<|tool_calls_section_end|>"),
@@ -59,35 +61,49 @@ class Markers:
         )
 
     def ids(self) -> frozenset[int]:
-        found = (self.think_end, self.section_begin, self.section_end, self.call_begin, self.argument_begin, self.call_end)
+        found = (
+            self.think_begin,
+            self.think_end,
+            self.section_begin,
+            self.section_end,
+            self.call_begin,
+            self.argument_begin,
+            self.call_end,
+        )
         return frozenset(token for token in found if token is not None)
 
 
 class OutputMachine:
     """The state of one answer; one for each request.
 
-    REASONING and CONTENT last until a section or a call begins; then text is header or arguments of a
+    Reasoning begins with the prompt, or with <think> as the first token (K2-Thinking's prompt does not
+    open it). REASONING and CONTENT last until a section or a call begins; then text is header or arguments of a
     call, and dropped everywhere else, after the section too. A call ends at its own end, at the next
     call's begin or at the section's end, whichever comes. </think> and the section marker end reasoning. With
     tools False only that last rule holds, and tool markers are content.
     """
 
-    __slots__ = ("_markers", "_tools", "reasoning_tokens", "state")
+    __slots__ = ("_first", "_markers", "_tools", "reasoning_tokens", "state")
 
     def __init__(self, markers: Markers, in_reasoning: bool, tools: bool) -> None:
         self._markers = markers
         self._tools = tools
+        self._first = True
         self.state = Part.REASONING if in_reasoning else Part.CONTENT
         self.reasoning_tokens = 0
 
     @property
     def settled(self) -> bool:
         """Whether no token can change the state any more."""
-        return self.state is Part.CONTENT and not self._tools
+        return self.state is Part.CONTENT and not self._tools and not self._first
 
     def step(self, token: int) -> tuple[Part, Part | None]:
         """(the part that the token's own text belongs to, a mark that stands right before it or None)."""
         ids, state = self._markers, self.state
+        first, self._first = self._first, False
+        if first and token == ids.think_begin:
+            self.state = Part.REASONING
+            return Part.DROPPED, None
         if token == ids.think_end and state in (Part.REASONING, Part.CONTENT):
             self.state = Part.CONTENT
             return Part.DROPPED, None
@@ -231,7 +247,7 @@ def next_call_index(messages: Sequence[Mapping[str, Any]]) -> int:
     """The index of the next call of a conversation: above those of all canonical ids, and at least their number."""
     following = 0
     for message in messages:
-        calls = message.get("tool_calls")
+        calls = message.get("tool_calls") if message.get("role") == "assistant" else None
         for call in calls if isinstance(calls, (list, tuple)) else ():
             following = max(following + 1, index_of(call.get("id")) + 1 if isinstance(call, Mapping) else 0)
     return following

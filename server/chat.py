@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive
 
-from model.messages import TemplateError, normalise
+from model.messages import TemplateError
 from model.reasoning import starts_in_reasoning
 from model.tool_parser import ToolCalls, functions_of, next_call_index
 from runtime.types import MAX_LOGPROBS, Emission, SamplingParams
@@ -45,7 +45,8 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGI
     constraint = await constraint_of(service, loaded, request, fitted, in_reasoning)
     made = service.make_requests(loaded, answer_id, ids, fitted, request.cache_salt, "messages")
     requests = [replace(one, constraint=constraint) for one in made]
-    choices = [ChatChoice(fitted, loaded, in_reasoning, _calls(request)) for _ in requests]
+    first_call = next_call_index(request.messages)
+    choices = [ChatChoice(fitted, loaded, in_reasoning, _calls(request, first_call)) for _ in requests]
     answer = Answer(
         id=answer_id,
         kind="chat.completion.chunk" if request.stream else "chat.completion",
@@ -160,11 +161,11 @@ def _sampling(request: ChatRequest, loaded: Loaded) -> SamplingParams:
     )
 
 
-def _calls(request: ChatRequest) -> ToolCalls | None:
+def _calls(request: ChatRequest, first: int) -> ToolCalls | None:
     """What collects the calls of one choice; None where the request declares nothing to call."""
     if not calls_tools(request):
         return None
-    return ToolCalls(functions_of(request.tools or ()), next_call_index(normalise(request.messages)))
+    return ToolCalls(functions_of(request.tools or ()), first)
 
 
 def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -31,12 +31,12 @@ class ChatChoice:
         self.finish: str | None = None
         self.stop_reason: int | str | None = None
         markers = Markers.of(tokenizer.special)
-        in_reasoning = in_reasoning and markers.think_end is not None
+        thinks = markers.think_end is not None
         self._cut: OutputCut | None = None
-        if in_reasoning or calls is not None:
+        if thinks or calls is not None:
             skip = params.skip_special_tokens
             shown = {token: len(tokenizer.decode([token], skip)) for token in markers.ids()}
-            self._cut = OutputCut(OutputMachine(markers, in_reasoning, calls is not None), tokenizer.stream(skip), shown)
+            self._cut = OutputCut(OutputMachine(markers, in_reasoning and thinks, calls is not None), tokenizer.stream(skip), shown)
 
     @property
     def reasoning_tokens(self) -> int:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from model.tool_parser import CallDelta, Markers, OutputMachine, Part, ToolCalls, functions_of, next_call_index, resolve
 
-THINK_END, BEGIN, END, CALL, ARGS, CALL_END = range(1000, 1006)
-MARKERS = Markers(THINK_END, BEGIN, END, CALL, ARGS, CALL_END)
+THINK, THINK_END, BEGIN, END, CALL, ARGS, CALL_END = range(1000, 1007)
+MARKERS = Markers(THINK, THINK_END, BEGIN, END, CALL, ARGS, CALL_END)
 NAMES = {
     "[think_end]": THINK_END,
     "[section]": BEGIN,
@@ -158,6 +158,15 @@ def test_spelled_markers_change_nothing() -> None:
     assert json.loads(calls(inside)[0][2])["city"] == spelled + "<|tool_call_end|>"
 
 
+def test_a_model_that_opens_its_own_reasoning() -> None:
+    for tools in (True, False):
+        for tokens, wanted in (([THINK, 65, THINK_END, 66], "RC"), ([65, THINK, 66], "CCC"), ([THINK_END, 66], "C")):
+            machine = OutputMachine(MARKERS, False, tools)
+            parts = [part for part, _ in map(machine.step, tokens)]
+            names = {Part.REASONING: "R", Part.CONTENT: "C", Part.DROPPED: ""}
+            assert "".join(names[part] for part in parts) == wanted
+
+
 def test_without_tools_markers_are_content() -> None:
     machine = OutputMachine(MARKERS, True, False)
     assert [machine.step(t)[0] for t in (65, BEGIN, CALL, 66)] == [Part.REASONING, Part.CONTENT, Part.CONTENT, Part.CONTENT]
@@ -171,7 +180,7 @@ def test_the_next_index() -> None:
     assert next_call_index([]) == 0
     assert next_call_index([said("functions.x:0", "functions.y:1")]) == 2
     assert next_call_index([said("functions.x:5"), said(None, "call_1")]) == 8
-    assert next_call_index([{"role": "user", "content": "functions.x:9"}, said()]) == 0
+    assert next_call_index([{"role": "user", "content": "functions.x:9"}, said(), {"role": "user", "tool_calls": [{}]}]) == 0
 
 
 PIECES = st.sampled_from([*NAMES, "functions.weather:0", "search:1", '{"city": "é"}', '{"q', "3", " ", "text", "\n"])

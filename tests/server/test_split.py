@@ -16,7 +16,7 @@ from server.split import OutputCut
 THINK_END, SECTION = 262, 263
 
 
-MARKERS = Markers(THINK_END, SECTION)
+MARKERS = Markers(None, THINK_END, SECTION)
 
 
 def cut_of(tokenizer: Any) -> OutputCut:
