@@ -148,7 +148,11 @@ class TokenGrammar:
             self.begins[section] = True
         if think_end is not None and not optional:
             self.begins[think_end] = False
-        self.forbidden = markers.ids() - self.begins.keys() - {think_end} if optional else (ends | markers.ids()) - self.begins.keys()
+        self.forbidden = (
+            markers.ids() - self.begins.keys() - {markers.think_begin, think_end}
+            if optional
+            else (ends | markers.ids()) - self.begins.keys()
+        )
         allowed = np.ones(32 * self.words, np.uint8)
         allowed[list(self.forbidden)] = 0
         allowed[vocab_size:] = 0
