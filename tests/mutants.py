@@ -24,7 +24,7 @@ def mutant(folder: Path, file: str, old: str, new: str) -> Callable[[str, dict[s
         target = folder / "mutant.so"
         if not target.exists():
             flags = [f"-D{name}={value}" for name, value in defines.items()] + [f"-I{ROOT / 'tests' / 'kcpu'}", f"-I{kernels}"]
-            command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-DKCPU", "-w", *flags, "-shared", "-fPIC", "-o", str(target)]
+            command = ["g++", "-x", "c++", "-std=c++17", "-O0", "-DKCPU", "-w", *flags, "-shared", "-fPIC", "-o", str(target)]
             subprocess.run([*command, str(ROOT / "tests" / "kcpu" / source)], check=True)
         return ctypes.CDLL(str(target))
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from runtime.cost import Cost
 from runtime.hw import Hardware
-from runtime.kernels_cu._launch import Function, Launch
+from runtime.kernels_cu._call import Call
 from runtime.types import I32
 
 SOURCE = "sample.cu"
+ENTRIES = ("sample",)
 ROOM_BYTES = 33_064  # sizeof(Shared) of sample.cu; the shim's test holds them to each other
 MOST_IDS = 1 << 21
 MOST_TOP = 2048  # kListRoom of prim/select.cuh
@@ -124,8 +124,7 @@ def fill_params(dims: Dims, at: Mapping[str, int]) -> Params:
     return Params(*(at[name] for name in POINTERS), dims.V, dims.K, dims.words)
 
 
-def launch(function: Function, dims: Dims, config: Config, at: Mapping[str, int], keep: tuple[Any, ...] = ()) -> Launch:
+def call(dims: Dims, config: Config, at: Mapping[str, int]) -> Call:
     """One launch for all rows of a bucket."""
     config.check(dims)
-    params = fill_params(dims, at)
-    return Launch(function, (dims.I, 1, 1), (config.threads, 1, 1), config.smem_bytes(dims), (params,), keep=keep)
+    return Call("sample", (dims.I, 1, 1), config.threads, config.smem_bytes(dims), (fill_params(dims, at),))

@@ -1,12 +1,10 @@
 // Entry points for ctypes: sampling under the shim.
 #include "sample.cu"
+#include "launch.h"
 
 extern "C" int cpu_params_bytes() { return sizeof(Params); }
 extern "C" int cpu_shared_bytes() { return sizeof(Shared); }
-extern "C" void cpu_sample(const Params* p, int blocks, size_t smem_bytes, int descending) {
-  kcpu::descending = descending;
-  kcpu::launch({(unsigned)blocks, 1, 1}, {THREADS, 1, 1}, smem_bytes, [=] { sample(*p); });
-}
+KCPU_ENTRY(sample)
 extern "C" void cpu_philox(const uint32_t* counter, const uint32_t* key, uint32_t* words) {  // counter[3] is always "TOKN"
   const uint4 w = philox(counter[0], (uint64_t)counter[2] << 32 | counter[1], (uint64_t)key[1] << 32 | key[0]);
   for (int j = 0; j < 4; ++j) words[j] = comp(w, j);

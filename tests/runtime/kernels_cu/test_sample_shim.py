@@ -9,9 +9,10 @@ import pytest
 
 from runtime import sampling
 from runtime.kernels_cu._build import ARCHITECTURES, build, nvrtc_version
-from runtime.kernels_cu.sample import ROOM_BYTES, SOURCE, Config, Dims, Params, check_tables, fill_params
+from runtime.kernels_cu.sample import ROOM_BYTES, SOURCE, Config, Dims, Params, call, check_tables
 from runtime.kernels_np.sample import sample as define
 from tests.mutants import mutant
+from tests.shim_calls import address, run_call
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 TYPES = {"out_rows": np.int32, "seq": np.int32, "pos": np.int32, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32,
@@ -59,13 +60,8 @@ class Step:
         counts = {name: np.array([n], np.int32) for name, n in live.items()}
         beyond = np.full(spare, 1 << 30, np.int32)
         arrays = {**self.plan, "out_rows": np.concatenate([self.plan["out_rows"], beyond]), **found, **counts, "logits": padded}
-        at = {name: a.ctypes.data for name, a in arrays.items()}
-        dims, config = Dims(rows + spare, vocab, self.top), Config(threads)
-        config.check(dims)
-        params = fill_params(dims, at)
-        lib = get("sample_entry.cu", config.defines())
-        assert (lib.cpu_params_bytes(), lib.cpu_shared_bytes()) == (ctypes.sizeof(Params), ROOM_BYTES)
-        lib.cpu_sample(ctypes.byref(params), rows + spare, ctypes.c_size_t(config.smem_bytes(dims)), int(descending))
+        at, dims, config = {name: address(a) for name, a in arrays.items()}, Dims(rows + spare, vocab, self.top), Config(threads)
+        run_call(get("sample_entry.cu", config.defines()), call(dims, config, at), descending)
         for name, a in found.items():
             np.testing.assert_array_equal(a[rows:], self.outputs(spare)[name][rows:], err_msg=f"{name}: a row beyond the live ones")
         return {name: a[:rows] for name, a in found.items()}
@@ -282,6 +278,11 @@ def test_a_fault_in_the_selection_shows(tmp_path, rng, old, new):
     step = Step(rng, 10, 3000, top=7, logits=np.round(rng.standard_normal((10, 3000))), logprobs=0, top_k=9, temperature=2.0)
     with pytest.raises(AssertionError):
         check(step, step.run(get))
+
+
+def test_both_sides_agree_on_sizes(shim):
+    lib = shim("sample_entry.cu", Config(64).defines())
+    assert (lib.cpu_params_bytes(), lib.cpu_shared_bytes()) == (ctypes.sizeof(Params), ROOM_BYTES)
 
 
 def test_what_the_kernel_cannot_take_is_named():
