@@ -43,7 +43,7 @@ def renamed(error: ApiError, places: Sequence[str], rename: Mapping[str, str]) -
 
     param = rename.get(error.param) or _MESSAGE.sub(place, error.param)
     if param.startswith("tools["):
-        param = param.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+        param = param.replace(".function.parameters", rename.get(".function.parameters", ".parameters")).replace(".function.", ".")
     message = param + error.message.removeprefix(error.param) if error.message.startswith(error.param) else error.message
     return ApiError(error.status, message, param, error.headers)
 

@@ -61,8 +61,6 @@ def tool_choice_of(choice: dict[str, Any] | None) -> str | dict[str, Any] | None
     """auto, any, none, or {"type": "tool", "name"}, in chat's words."""
     if choice is None:
         return None
-    if choice.get("disable_parallel_tool_use"):
-        raise bad_field("tool_choice.disable_parallel_tool_use", "not supported; false or absent")
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}

@@ -17,7 +17,12 @@ from server.protocol import ChatRequest, StreamOptions
 from server.service import Service
 from server.sse import EventStream
 
-RENAME = {"max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+RENAME = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    ".function.parameters": ".input_schema",
+}
 NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "container": ((), "there are no containers"),
     "mcp_servers": (([],), "there are no tools on the server's side"),
@@ -78,6 +83,7 @@ async def create_message(service: Service, request: MessagesRequest, receive: Re
         top_k=request.top_k,
         tools=tools_of(request.tools),
         tool_choice=tool_choice_of(request.tool_choice),
+        parallel_tool_calls=None if request.tool_choice is None else not request.tool_choice.get("disable_parallel_tool_use"),
         chat_template_kwargs=_thinking(request),
     )
     answer = await run_chat(service, asked, receive, places, RENAME)

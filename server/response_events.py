@@ -19,12 +19,7 @@ log = logging.getLogger("server")
 class ResponseHead:
     """What a response repeats of its request."""
 
-    instructions: str | None
-    max_output_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    metadata: Mapping[str, str]
-    text_format: Mapping[str, Any]
+    fields: Mapping[str, Any]
 
 
 def response(head: ResponseHead, chat: Mapping[str, Any], status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -36,21 +31,13 @@ def response(head: ResponseHead, chat: Mapping[str, Any], status: str, output: l
         "status": status,
         "error": None,
         "incomplete_details": None,
-        "instructions": head.instructions,
-        "max_output_tokens": head.max_output_tokens,
         "model": chat["model"],
         "output": output,
-        "parallel_tool_calls": False,
         "previous_response_id": None,
         "store": False,
-        "temperature": head.temperature,
-        "text": {"format": dict(head.text_format)},
-        "tool_choice": "none",
-        "tools": [],
-        "top_p": head.top_p,
         "truncation": "disabled",
         "usage": None,
-        "metadata": dict(head.metadata),
+        **head.fields,
     }
 
 
@@ -71,11 +58,20 @@ def finished(
     return done
 
 
-def output_items(chat_id: str, reasoning: str, text: str) -> list[dict[str, Any]]:
-    """The items of a whole answer: reasoning if there was any, then the message."""
-    serial = chat_id.partition("-")[2]
-    made = [_item("reasoning", serial, reasoning)] if reasoning else []
-    return [*made, _item("message", serial, text)] if text or not made else made
+def output_items(chat_id: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The items of a whole answer: reasoning if there was any, the message, the calls."""
+    serial, text = chat_id.partition("-")[2], message["content"] or ""
+    made = [_item("reasoning", serial, reasoning_of(message))] if reasoning_of(message) else []
+    calls = message.get("tool_calls") or ()
+    if text or not (made or calls):
+        made.append(_item("message", serial, text))
+    return made + [_call_item(call, serial, len(made) + at, call["function"]["arguments"]) for at, call in enumerate(calls)]
+
+
+def _call_item(call: Mapping[str, Any], serial: str, place: int, arguments: str, status: str = "completed") -> dict[str, Any]:
+    name = call["function"]["name"]
+    item = {"type": "function_call", "id": f"fc_{serial}_{place}", "call_id": call["id"], "name": name}
+    return {**item, "arguments": arguments, "status": status}
 
 
 def _item(kind: str, serial: str, text: str | None, status: str = "completed") -> dict[str, Any]:
@@ -99,8 +95,9 @@ class _Writer:
         self._number = -1
         self._kind = ""
         self._text: list[str] = []
+        self._call: dict[str, Any] = {}  # of the call that is open
 
-    def event(self, name: str, **body: Any) -> bytes:
+    def event(self, name: str, /, **body: Any) -> bytes:
         self._number += 1
         return event_frame(name, {"sequence_number": self._number, **body})
 
@@ -117,7 +114,35 @@ class _Writer:
         out.append(self.event(f"response.{_part(kind, '')['type']}.delta", **self._at(serial), delta=delta, **extra))
         return out
 
+    def call(self, piece: Mapping[str, Any], serial: str) -> list[bytes]:
+        """The events for a piece of a call; the one with an id opens its item."""
+        out = []
+        if "id" in piece:
+            out += self.close(serial)
+            self._kind, self._text = "call", []
+            self._call = _call_item(piece, serial, len(self.items), "", "in_progress")
+            out.append(self.event("response.output_item.added", output_index=len(self.items), item=self._call))
+        delta = piece["function"]["arguments"]
+        if delta:
+            self._text.append(delta)
+            at = {"item_id": self._call["id"], "output_index": len(self.items)}
+            out.append(self.event("response.function_call_arguments.delta", **at, delta=delta))
+        return out
+
+    def _close_call(self) -> list[bytes]:
+        item = {**self._call, "arguments": "".join(self._text), "status": "completed"}
+        at = {"item_id": item["id"], "output_index": len(self.items)}
+        self._kind = ""
+        self.items.append(item)
+        return [
+            self.event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]),
+            self.event("response.output_item.done", output_index=at["output_index"], item=item),
+        ]
+
     def close(self, serial: str) -> list[bytes]:
+        """The events that end the open item, if there is one."""
+        if self._kind == "call":
+            return self._close_call()
         if not self._kind:
             return []
         text, at = "".join(self._text), self._at(serial)
@@ -169,6 +194,8 @@ async def _translated(frames: AsyncIterator[bytes], head: ResponseHead, writer: 
             for said, kind in ((reasoning_of(choice["delta"]), "reasoning"), (choice["delta"].get("content"), "message")):
                 if said:
                     yield b"".join(writer.push(kind, serial, said))
+            for piece in choice["delta"].get("tool_calls", ()):
+                yield b"".join(writer.call(piece, serial))
             finish = choice["finish_reason"] or finish
         if not chunk["choices"]:
             yield b"".join(writer.close(serial))

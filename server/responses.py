@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer form of a chat, text and reasoning, whole and streamed. Nothing is stored."""
+"""POST /v1/responses: OpenAI's newer form of a chat: text, reasoning and function calls, whole and streamed. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive
 
 from server.answer import json_response
-from server.chat_view import reasoning_of, run_chat, text_of
+from server.chat_view import run_chat
 from server.errors import bad_field, echo
 from server.protocol import ChatRequest, ResponseFormat, StreamOptions
 from server.response_events import ResponseHead, events_of, finished, output_items
+from server.response_input import messages_of, tool_choice_of, tools_of
 from server.service import Service
 from server.sse import EventStream
 
@@ -24,8 +25,6 @@ RENAME = {
     "response_format.json_schema": "text.format.schema",
     "response_format.json_schema.schema": "text.format.schema",
 }
-KINDS = {"input_text": "text", "output_text": "text", "text": "text"}
-_TOOLS = "use /v1/chat/completions for tools"
 _STATE = "nothing is stored; send the whole conversation as input"
 NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATE),
@@ -34,9 +33,7 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "background": ((False,), "wait for the answer, or stream it"),
     "include": (([],), "there is nothing further to include"),
     "prompt": ((), "prompt templates are not supported; use instructions and input"),
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "max_tool_calls": ((), _TOOLS),
+    "max_tool_calls": ((), "set parallel_tool_calls to false for one"),
     "top_logprobs": ((0,), "use /v1/chat/completions for log-probabilities"),
     "truncation": (("disabled",), "shorten the input before sending it"),
     "context_management": ((), "shorten the input before sending it"),
@@ -82,6 +79,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
 
@@ -89,7 +88,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 async def respond(service: Service, request: ResponsesRequest, receive: Receive) -> ASGIApp:
     """The response to a request. Raises ApiError for everything that is refused."""
     _check_served(request)
-    messages, places = _messages(request)
+    messages, places = messages_of(request.input, request.instructions)
     effort = None if request.reasoning is None else request.reasoning.effort
     asked = ChatRequest(
         model=request.model,
@@ -99,13 +98,28 @@ async def respond(service: Service, request: ResponsesRequest, receive: Receive)
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        tools=tools_of(request.tools),
+        tool_choice=tool_choice_of(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request),
         chat_template_kwargs=None if effort is None else {"thinking": effort not in ("none", "minimal")},
     )
     answer = await run_chat(service, asked, receive, places, RENAME)
     form = TextFormat("text") if request.text is None or request.text.format is None else request.text.format
     shown = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
-    head = ResponseHead(request.instructions, request.max_output_tokens, request.temperature, request.top_p, request.metadata or {}, shown)
+    head = ResponseHead(
+        {
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "metadata": request.metadata or {},
+            "text": {"format": shown},
+            "tools": request.tools or [],
+            "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+        }
+    )
     if isinstance(answer, EventStream):
         return answer.translated(lambda frames: events_of(frames, head))
     return answer if answer.status_code != 200 else _whole(answer, head)
@@ -114,7 +128,7 @@ async def respond(service: Service, request: ResponsesRequest, receive: Receive)
 def _whole(answer: Response, head: ResponseHead) -> Response:
     body = msgspec.json.decode(answer.body)
     choice = body["choices"][0]
-    items = output_items(body["id"], reasoning_of(choice["message"]), choice["message"]["content"] or "")
+    items = output_items(body["id"], choice["message"])
     return json_response(finished(head, body, items, choice["finish_reason"], body["usage"]))
 
 
@@ -141,31 +155,3 @@ def _format(request: ResponsesRequest) -> ResponseFormat | None:
         return None
     schema = None if form.schema is None else {"name": form.name or "answer", "schema": form.schema}
     return ResponseFormat(form.type, schema)
-
-
-def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The conversation as chat takes it, and the client's name of each message. Reasoning joins the answer after it."""
-    made: list[dict[str, Any]] = []
-    places: list[str] = []
-    if request.instructions:
-        made.append({"role": "system", "content": request.instructions})
-        places.append("instructions")
-    if isinstance(request.input, str):
-        return [*made, {"role": "user", "content": request.input}], [*places, "input"]
-    thought = ""
-    for at, item in enumerate(request.input):
-        field, kind = f"input[{at}]", item.get("type", "message")
-        if kind == "reasoning":
-            thought += text_of(item.get("content") or [], f"{field}.content", {"reasoning_text": "text"})
-            continue
-        if kind != "message":
-            raise bad_field(f"{field}.type", f'{echo(kind)} is not supported here; "message" and "reasoning" are')
-        entry: dict[str, Any] = {"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content", KINDS)}
-        if thought and entry["role"] == "assistant":
-            entry["reasoning_content"] = thought
-        thought = ""
-        made.append(entry)
-        places.append(field)
-    if not request.input:
-        raise bad_field("input", "an empty list; at least one item is needed")
-    return made, places

@@ -11,6 +11,7 @@ import pytest
 
 from runtime.types import Emission
 from server.message_turns import turn
+from server.response_input import messages_of
 from tests.server.conftest import ARGUMENTS, CALL, CALL_END, SECTION, SECTION_END
 from tests.server.test_structured import CLOSED, obedient
 
@@ -155,12 +156,36 @@ def test_a_message_has_anthropics_form(start_server: Any) -> None:
     assert server.client.post("/v1/messages", {**body, "messages": back})[0] == 200
 
 
-def test_a_message_calls_tools_and_hears_of_their_results(start_server: Any) -> None:
-    def called(request: Any) -> Any:
-        call = [SECTION, CALL, *b"functions.add:0", ARGUMENTS, *b'{"x": 1', *b', "y": 2}', CALL_END, SECTION_END]
-        return [list(b"so "), call[:20], call[20:], [EOS]]
+def call_add(_: Any) -> Any:
+    """A word, then a call that is cut in the middle of its arguments."""
+    call = [SECTION, CALL, *b"functions.add:0", ARGUMENTS, *b'{"x": 1, "y": 2}', CALL_END, SECTION_END]
+    return [list(b"so "), call[:25], call[25:], [EOS]]
 
-    server = start_server(called)
+
+def test_a_response_calls_functions_and_hears_of_their_results(start_server: Any) -> None:
+    server = start_server(call_add)
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}
+    tools: Any = [{"type": "function", "name": "add", "parameters": parameters, "strict": False}]
+    body: Any = {"model": "fake", "input": "hi", "tools": tools, "reasoning": {"effort": "none"}}
+    made = client(server).responses.create(**body)
+    assert [item.type for item in made.output] == ["message", "function_call"] and made.output_text == "so "
+    call = made.output[1]
+    assert (call.name, call.call_id, json.loads(call.arguments)) == ("add", "functions.add:0", {"x": 1, "y": 2})
+    with client(server).responses.stream(**body) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == call.arguments and len(deltas) > 1
+    assert [item.type for item in final.output] == ["message", "function_call"] and final.output[1].arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    talk = [{"role": "user", "content": "hi"}, *[item.model_dump(exclude_none=True) for item in made.output], result]
+    assert client(server).responses.create(**{**body, "input": talk}).status == "completed"
+    messages, places = messages_of(talk, None)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"] and places == ["input[0]", "input[1]", "input[3]"]
+    assert messages[1]["content"] == "so " and messages[1]["tool_calls"][0]["id"] == call.call_id
+
+
+def test_a_message_calls_tools_and_hears_of_their_results(start_server: Any) -> None:
+    server = start_server(call_add)
     schema = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}}
     tools = [{"name": "add", "description": "adds", "input_schema": schema}]
     body = {"max_tokens": 200, "messages": TALK, "tools": tools, "tool_choice": {"type": "auto"}}
@@ -212,7 +237,11 @@ REFUSED = [
     ("/v1/responses", {"input": "x", "store": True}, "store"),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("/v1/responses", {"input": "x", "background": True}, "background"),
-    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+    ("/v1/responses", {"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": "x"}]}, "input[0].arguments"),
+    ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0].type"),
     ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "text.format.schema"),
@@ -222,7 +251,7 @@ REFUSED = [
     ("/v1/responses", {"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ("/v1/responses", {"input": "x", "temperature": 3}, "temperature"),
-    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].type"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
     ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ("/v1/responses", {"input": [{"role": "nobody", "content": "x"}], "instructions": "y"}, "input[0].role"),
     ("/v1/messages", {"max_tokens": 5}, "messages"),
