@@ -15,8 +15,9 @@
 // tokens from the logits and the marked ones from the tables, every token once.
 //
 // Inequality at V = 163,840: 0.66 MB a row, read once: 0.14 us of an H200's bandwidth. One block draws it through one SM at
-// about 100 GB/s, so a pass costs a row 6 us and all 132 SMs together 2 a row from L2: latency binds below 132 rows, L2
-// traffic (3 passes greedy with log-probabilities, up to 9 with all filters) above. Splitting a row over blocks is open.
+// about 100 GB/s (an estimate), so a pass costs a row some 6 us: latency binds below 132 rows, L2 traffic above. Passes: 1 for
+// argmax, 2 for a plain draw, 7 with all filters; 1 more with adjustments or a mask, 1 for the token's log-probability, 3 for
+// top_n. Splitting a row over blocks is open.
 // Limits: V <= 2^21, top_n <= kListRoom; adjust_seq rises by sequence, adjust_row and mask_rows by row.
 // Source: Gumbel-max, arXiv 1411.0030; Philox4x32-10, doi 10.1145/2063384.2063405; top-p, arXiv 1904.09751.
 #include "prim/pipeline.cuh"
