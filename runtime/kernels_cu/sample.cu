@@ -11,8 +11,9 @@
 // Every number that decides is an integer or one rounded float32 operation after the other (prim/exact.cuh), so the token
 // is NumPy's bit for bit, whatever the order in which threads run. Log-probabilities are sums of floats: one order, 5e-6 off.
 //
-// Adjusted logits are never stored: masks apply as a logit is read (-inf where a token is forbidden), and the adjusted tokens of a row are marked in two bit maps; each pass takes the unmarked
-// tokens from the logits and the marked ones from the tables, every token once.
+// Adjusted logits are never stored. A mask applies as a logit is read (-inf where a token is forbidden); the adjusted tokens
+// of a row are marked in two bit maps, and each pass takes the unmarked ones from the logits, the marked ones from the tables:
+// every token once.
 //
 // Inequality at V = 163,840: 0.66 MB a row, read once: 0.14 us of an H200's bandwidth. One block draws it through one SM at
 // about 100 GB/s (an estimate), so a pass costs a row some 6 us: latency binds below 132 rows, L2 traffic above. Passes: 1 for
