@@ -128,6 +128,15 @@ def test_masks_of_the_wrong_node_are_noticed(world: World, jobs: list[Job], plai
     assert sum(got[id].tokens != plain[id].tokens for id in got) > 10
 
 
+def test_masks_reach_every_rank(tmp_path: Path, world: World, jobs: list[Job]) -> None:
+    """Two ranks read the plan out of its blob; their sums differ from one rank's, so texts may, validity may not."""
+    two = load_world(make_tiny(tmp_path), tp=2, max_model_len=512, num_pages=300)
+    some = jobs[:16:2]
+    got = run(two.engine(BudgetByRequest(two.executor)), [job.request for job in some])
+    two.executor.close()
+    assert wrong(world, some, got) == []
+
+
 def test_a_failing_grammar_ends_its_request_alone(world: World, jobs: list[Job], plain: dict[str, Got]) -> None:
     class Failing:
         error: str | None = None
