@@ -14,8 +14,8 @@ from server.tokens import DetokenizeRequest, TokenizeRequest
 BODIES: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Completes prompts: text, token ids, or a list of either. Streams with stream: true."),
     "/v1/chat/completions": (ChatRequest, "Answers a conversation. Streams with stream: true."),
-    "/v1/responses": (ResponsesRequest, "The same in the form of OpenAI's Responses: text and reasoning; nothing is stored."),
-    "/v1/messages": (MessagesRequest, "The same in Anthropic's form: text and thinking."),
+    "/v1/responses": (ResponsesRequest, "The same in the form of OpenAI's Responses: text, reasoning, functions; nothing is stored."),
+    "/v1/messages": (MessagesRequest, "The same in Anthropic's form: text, thinking, tools."),
     "/v1/messages/count_tokens": (CountRequest, "How many tokens a conversation has."),
     "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
