@@ -28,21 +28,24 @@ from runtime.types import DraftTree, Request, SamplingParams
 
 LOG = logging.getLogger(__name__)
 BUDGET_S = 2.0  # of measuring; what is not reached is extrapolated and then learned
-TILE = 8  # rows; default buckets are its multiples: the CPU's products take eight rows at a time
-STREAMS = (1, 16)
+STREAMS = (1, 2, 4, 8, 16)
 NODES = (0, 1, 3, 7, 15, 31, 63)
 REPEATS = 2
+PLAIN_REPEATS = (
+    6  # S rows of S streams are cheaper than a tree of S rows (14 against 18 ms at 8, demo model), and decide whether drafting pays
+)
 WARM_STEPS = 4
 SHAPE = 16.0  # rows that the fixed part of a step is worth (14 for the demo model on two cores): only shapes what is not measured
+DRAFT_SHAPE = 2.0  # the same for drafts, in roots
 CONTEXTS = (4096, 16384, 65536, 1 << 40)  # committed tokens of all streams together
 
 
 def default_buckets(most: int) -> tuple[int, ...]:
-    """Edges of T where steps are launched with any M: 1, then multiples of a tile that grow by an eighth at least."""
+    """Edges of T where steps are launched with any M: every count to 8, then an eighth more each time, `most` at the end."""
     edges = [1]
     while edges[-1] < most:
-        edges.append((edges[-1] + max(1, edges[-1] // 8)) // TILE * TILE + TILE if edges[-1] > 1 else TILE)
-    return (*(edge for edge in edges if edge < most), most)
+        edges.append(min(most, edges[-1] + max(1, edges[-1] // 8)))
+    return tuple(edges)
 
 
 class ProbeTrees:
@@ -85,7 +88,7 @@ def measure_curve(executor: Executor, config: EngineConfig, speculative: Specula
         key=key,
         contexts=CONTEXTS,
         streams=seats,
-        draft_s=[SHAPE / TILE + count for count in seats],
+        draft_s=[DRAFT_SHAPE + count for count in seats],
         note="measured at start-up on steps of the model's own tokens, then a moving mean of step times",
     )
     end_s = time.perf_counter() + BUDGET_S
@@ -113,7 +116,7 @@ def _run(executor: Executor, config: EngineConfig, depth: int, streams: int, cur
         if streams * (1 + count) > config.max_num_batched_tokens:
             break
         spec.count = count
-        for _ in range(REPEATS):
+        for _ in range(REPEATS if count else PLAIN_REPEATS):
             if time.perf_counter() > end_s:
                 return
             before, start = engine.stats(), time.perf_counter()

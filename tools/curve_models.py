@@ -4,22 +4,28 @@
     python tools/curve_models.py
     python tools/curve_models.py --only flat cliff --out /tmp/curves
 
-Models, not measurements of a step: a curve of a machine is measured by the engine that runs on it. The demo model's curve
-on a CPU (cpu-demo.json) is measured by tools/simulate.py --measure and is not rewritten here.
+Models, not measurements of a step, but for cpu-demo.json: real steps of the demo model on the CPU that ran
+
+    python tools/curve_models.py --measure demo
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from runtime import loading
+from runtime.config import AUTO, EngineConfig, SpeculativeConfig
 from runtime.curve import CostCurve, CurveKey
+from runtime.measure import measure_curve
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LAYERS, EXPERTS, TOP_K = 60, 384, 8
@@ -95,13 +101,30 @@ def models() -> dict[str, tuple[CurveKey, Callable[[float], float], float, str]]
     }  # fmt: skip
 
 
+def measure(model: str, folder: Path) -> Path:
+    """The curve that `tree_budget: auto` would start with here, as cpu-MODEL.json."""
+    speculative = SpeculativeConfig(method="ddtree", tree_budget=AUTO)
+    source = loading.open_source(model, speculative)
+    config = loading.fit_config(EngineConfig(max_num_batched_tokens=512), source, "float32")
+    executor = loading.make_executor(source, config, speculative, "float32", 1)
+    curve = measure_curve(executor, config, speculative, CurveKey("cpu", source.path.name, 1))
+    curve.note = f"NumPy on {os.cpu_count()} CPU cores, {date.today()}: {curve.note}; largest buckets extrapolated"
+    path = folder / f"cpu-{source.path.name}.json"
+    curve.save(path)
+    return path
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python tools/curve_models.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", choices=sorted(models()), help="names to write (default all)")
     parser.add_argument("--out", type=Path, default=CURVES, help="folder (default tools/curves)")
+    parser.add_argument("--measure", metavar="MODEL", help="measure this machine's CPU with a model (demo or a folder), write no models")
     args = parser.parse_args(argv)
+    if args.measure:
+        print(f"wrote {measure(args.measure, args.out)}")
+        return 0
     for name, (key, step_ms, draft_ms, note) in models().items():
         if not args.only or name in args.only:
             print(f"wrote {write(name, key, step_ms, draft_ms, note, args.out)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime import measure
 from runtime.curve import CostCurve, CurveKey
 from tools import curve_models, simulate
 from tools.replay import Grown, States, grow_states, load_states
@@ -84,6 +85,31 @@ def test_the_command_writes_labelled_records(tmp_path: Path, capsys: pytest.Capt
     assert "'h300'" in capsys.readouterr().err
 
 
+def recorded() -> dict[tuple[str, int], dict[str, float]]:
+    """Tokens/s of the committed record by curve and streams, then policy; of fixed trees the best."""
+    points: dict[tuple[str, int], dict[str, float]] = {}
+    for line in simulate.RESULTS.read_text().splitlines():
+        record = json.loads(line)
+        points.setdefault((record["curve"], record["streams"]), {})[record["policy"]] = record["tok_s"]
+    return points
+
+
+def losses(policy: str) -> list[tuple[str, int]]:
+    """Points where a policy has less than 99 % of the best fixed tree or of plain decoding."""
+    return [point for point, by in recorded().items() if by[policy] < 0.99 * max(by["uniform"], by["plain"])]
+
+
+def test_the_record_keeps_its_bounds() -> None:
+    """96 recorded texts, every second one; the weights' exponent was chosen on the others."""
+    points = recorded()
+    assert set(points) == {(curve, streams) for curve in simulate.NAMES for streams in simulate.STREAMS}
+    assert losses("auto") == []
+    assert all(by["auto"] <= 1.001 * by["oracle"] for by in points.values())
+    gains = [by["auto"] / by["uniform"] for (curve, streams), by in points.items() if streams >= 8 and curve.endswith("tp8")]
+    assert len(gains) == 10 and sum(gains) / len(gains) > 1.05
+    assert len(losses("first-descent")) > 20 and len(losses("chain")) > 20, "mutation: other policies break the bounds"
+
+
 def test_stored_curves_are_what_the_models_say(tmp_path: Path) -> None:
     assert curve_models.main(["--out", str(tmp_path)]) == 0
     for path in tmp_path.iterdir():
@@ -91,6 +117,15 @@ def test_stored_curves_are_what_the_models_say(tmp_path: Path) -> None:
         note = CostCurve.load(path).note
         assert "assumption" in note
     assert {p.stem for p in tmp_path.iterdir()} == set(simulate.NAMES)
+
+
+def test_this_machine_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "BUDGET_S", 0.5)
+    assert curve_models.main(["--measure", "demo", "--out", str(tmp_path)]) == 0
+    curve = CostCurve.load(tmp_path / "cpu-demo.json")
+    assert float(curve.step(1)) < float(curve.step(512)) and "CPU cores" in curve.note
+    stored = CostCurve.load(curve_models.CURVES / "cpu-demo.json")
+    assert stored.key.gpu == "cpu" and stored.key.model == "demo"
 
 
 def test_experts_bound_the_curves() -> None:
