@@ -9,7 +9,8 @@ from runtime.curve import CostCurve
 
 F64 = NDArray[np.float64]
 POOL = 64  # draft trees remembered
-PROBE = 32  # steps without a draft until one is made for the sake of knowing
+PROBE, LONGEST_PROBE = 32, 512  # steps without a draft until one is made for the sake of knowing: doubled each time it did not pay
+MARGIN = 1.03  # a draft must promise this many times the rate without it: 64 trees are a sample
 
 
 class Outlook:
@@ -23,6 +24,7 @@ class Outlook:
         self._pool: F64 = np.zeros((POOL, 0))
         self._seen = 0
         self._skipped = 0
+        self._patience = PROBE
 
     def observe(self, value: F64) -> None:
         """Remembers the values [B, N] of trees as they were drafted (0: no node); the oldest make room."""
@@ -35,7 +37,8 @@ class Outlook:
             self._seen += 1
 
     def pays(self, curve: CostCurve, *, rows: int, base: float, streams: int, ctx: int = 0, most: int = 1 << 30) -> bool:
-        """Whether a draft for `streams` roots should raise tokens/s; every PROBE-th time True whatever is expected.
+        """Whether a draft for `streams` roots should raise tokens/s; now and then True whatever is expected, after
+        PROBE steps without a draft, and after twice as many each time until drafts pay again.
 
         rows, base, ctx, most as in `budget.allocate`.
         """
@@ -43,13 +46,13 @@ class Outlook:
             return False
         trees = min(self._seen, POOL)
         plain = base / curve.step_seconds(rows, 0, ctx)
-        if trees == 0 or self._best(curve, rows, base, streams, ctx, most, trees) > plain:
-            self._skipped = 0
+        if trees == 0 or self._best(curve, rows, base, streams, ctx, most, trees) > MARGIN * plain:
+            self._skipped, self._patience = 0, PROBE
             return True
         self._skipped += 1
-        if self._skipped < PROBE:
+        if self._skipped < self._patience:
             return False
-        self._skipped = 0
+        self._skipped, self._patience = 0, min(2 * self._patience, LONGEST_PROBE)
         return True
 
     def _best(self, curve: CostCurve, rows: int, base: float, streams: int, ctx: int, most: int, trees: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.curve import CostCurve, CurveKey
-from runtime.outlook import POOL, PROBE, Outlook
+from runtime.outlook import LONGEST_PROBE, POOL, PROBE, Outlook
 
 GOOD, POOR = np.tile([0.9, 0.8, 0.5, 0.3], (POOL, 1)), np.full((POOL, 4), 0.01)
 
@@ -33,13 +33,16 @@ def test_good_drafts_pay_and_poor_ones_do_not() -> None:
     assert asked(good, curve(large_s=40.0)) == [False], "verifying costs more than it brings"
 
 
-def test_one_step_in_32_looks_again() -> None:
+def test_probes_become_rare() -> None:
     outlook = Outlook()
     outlook.observe(POOR)
-    answers = asked(outlook, curve(), 10 * PROBE)
-    assert sum(answers) == 10 and answers.index(True) == PROBE - 1
+    answers = asked(outlook, curve(), 100 * PROBE)
+    at = [i + 1 for i, answer in enumerate(answers) if answer]
+    assert at[:3] == [PROBE, 3 * PROBE, 7 * PROBE] and at[-1] - at[-2] == LONGEST_PROBE
     outlook.observe(GOOD)
     assert asked(outlook, curve()) == [True], "the pool has changed"
+    outlook.observe(POOR)
+    assert asked(outlook, curve(), PROBE)[-1], "and the next probe is near again"
 
 
 def test_only_the_last_trees_count() -> None:
