@@ -92,9 +92,9 @@ def _first(worth: F64, falling: F64, total: int) -> Bools:
 def ease_weights(value: F64) -> F64:
     """[B] weights of mean 1 that count a node less where its stream goes fast anyway: (1 + value of its first 8 nodes) ** -0.3.
 
-    A token won in an easy stretch of text saves little time: the next step would have brought it among several. Replayed on
-    the demo drafter this is worth up to 1.4 % over equal weights (64 streams on a curve past saturation, where equal weights
-    lose 1.3 % to the best uniform tree); exponents 0.3 to 0.6 do as well within 0.5 %, 1.0 loses 2.5 % at 16 streams.
+    A token won in an easy stretch of text saves little time: the next step would have brought it among several. In
+    tools/results/sweetspot_sim.jsonl this is worth 0.2 % on average (-0.6 to +0.9 %), most at 64 streams past saturation. On
+    the other half of the texts 0.3 to 0.6 differed by 0.5 %, and 1.0 lost 2.5 % at 16 streams.
     """
     ease = (1.0 + value[:, :EASE_NODES].sum(axis=1)) ** -EASE
     weights: F64 = ease / ease.mean() if len(ease) else ease
