@@ -31,9 +31,7 @@ from tools.moe_report import Row, Shape, analyse, compare_published, draw, note_
 from tools.tune import parse_shape
 
 DEFAULT_M = "1,2,4,8,9,16,32,64,90,128,256,512,1024,2048,4096"
-HEADER = (
-    f"{'M':>6}{'ms/call':>10}{'tok/s(MoE)':>12}{'us/token':>10}{'experts':>9}{'GB':>8}{'TB/s':>7}{'share':>7}{'TFLOP/s':>9}  note"
-)
+HEADER = f"{'M':>6}{'ms/call':>10}{'tok/s(MoE)':>12}{'us/token':>10}{'experts':>9}{'GB':>8}{'TB/s':>7}{'share':>7}{'TFLOP/s':>9}  note"
 
 
 def format_row(row: Row, shape: Shape, read_bps: float, note: str) -> str:

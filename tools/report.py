@@ -24,8 +24,8 @@ Record = dict[str, Any]
 def serve_table() -> str:
     """Speculation on the demo model: the last run of tools/bench_serve.py."""
     records = read_records(RESULTS / "bench_serve.jsonl")
-    last = [r for r in records if r["date"] == records[-1]["date"]]
-    return markdown_table(last)
+    run = (records[-1]["cmd"], records[-1]["commit"])
+    return markdown_table([r for r in records if (r["cmd"], r["commit"]) == run])
 
 
 def moe_table() -> str:

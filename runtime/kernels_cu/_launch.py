@@ -67,7 +67,6 @@ class Function:
             _check(f"{self.name}: {smem_bytes} bytes of shared memory", status)
             _check(self.name, _driver().cuFuncSetAttribute(self.handle, _CARVEOUT, 100))
 
-
     def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
         """How many blocks of that size an SM holds at once."""
         count = ctypes.c_int()

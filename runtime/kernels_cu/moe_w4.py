@@ -89,8 +89,16 @@ def fill_params(dims: Dims, config: Config, at: dict[str, int], exponents: tuple
     inputs, rows = (at["packed"] if config.wgmma else at["x"], at["hidden"]), (config.rows13, config.rows2)
     phases = [
         Phase(
-            w, inputs[i], dims.strips[i], dims.groups[i], rows[i], config.wk(i), config.splits if i else config.splits13,
-            config.claim if i else 1, scale_shift(exponents[i]), 2.0 ** exponents[i],
+            w,
+            inputs[i],
+            dims.strips[i],
+            dims.groups[i],
+            rows[i],
+            config.wk(i),
+            config.splits if i else config.splits13,
+            config.claim if i else 1,
+            scale_shift(exponents[i]),
+            2.0 ** exponents[i],
         )
         for i, w in enumerate((at["w13"], at["w2"]))
     ]
@@ -99,9 +107,7 @@ def fill_params(dims: Dims, config: Config, at: dict[str, int], exponents: tuple
         at["halves"], at["halves_done"], dims.top_k, dims.F, dims.H, dims.M * dims.top_k, most_chunks(dims, config),
         config.stage_bytes(), config.stages_at(),
     )  # fmt: skip
-    work = Sorted(
-        at["chunks"], at["total"], at["rows"], at["octets"], at["claim"], at["ready"], at["arrived"], config.chunk_rows
-    )
+    work = Sorted(at["chunks"], at["total"], at["rows"], at["octets"], at["claim"], at["ready"], at["arrived"], config.chunk_rows)
     return params, work
 
 
