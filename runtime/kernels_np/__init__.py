@@ -2,7 +2,7 @@
 
 Every op computes in float32 and rounds once, when its result is stored. What "bf16" arrays are stored as
 is the backend's choice: `bfloat16` is what a GPU does and what kernels are compared with; `float32`
-rounds nothing and equals the reference implementation to 5e-5 (a rounded router input chooses other
+rounds nothing and equals the reference implementation to 2e-4 (a rounded router input chooses other
 experts at 1 % of the demo's positions), so it is what a machine without a GPU serves.
 Weights keep their bf16 values in float32, INT4 experts stay packed.
 """

@@ -74,6 +74,9 @@ def test_logits_equal_hugging_face(exact: World, name: str) -> None:
     cosine, wrong = disagreement(exact, name)
     assert cosine >= 0.99999
     assert wrong == 0
+    ids = GOLDEN[f"{name}.ids"]
+    found = exact.prefill(ids, exact.fresh_cache())[-4:]
+    assert np.abs(found - GOLDEN[f"{name}.logits_last4"]).max() < 2e-4
 
 
 @pytest.mark.parametrize("name", PROMPTS)
