@@ -98,7 +98,7 @@ def fit_config(config: EngineConfig, source: Source, activations: str) -> Engine
 
 
 def fit_speculation(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Chooses a tree for this backend where the user chose none: with its root it fills one tile of rows, which cost as much as one."""
+    """Chooses a tree for this backend where the user chose none: with its root it fills one tile of rows."""
     if config.method != "ddtree" or config.tree_budget is not None:
         return config
     return dataclasses.replace(config, tree_budget=ROW_TILE - 1)

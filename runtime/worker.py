@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.comm import Comm
 from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
 
 
@@ -41,7 +42,7 @@ class Limits:
 class Worker:
     """Executes plans on one backend. `step` leaves the taps of its rows for the `draft` that follows it."""
 
-    def __init__(self, backend: Any, comm: Any, model: TargetModel, limits: Limits) -> None:
+    def __init__(self, backend: Any, comm: Comm, model: TargetModel, limits: Limits) -> None:
         self.limits = limits
         self._ops = backend
         self._comm = comm

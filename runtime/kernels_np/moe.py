@@ -18,7 +18,7 @@ class Experts:
     """Packed experts with a bounded memory of dequantised ones, least recently used first to go.
 
     The numbers are those of the packed bytes; keeping them as float32 saves decoding an expert
-    (0.2 ms at the demo's size) in every step that hits it.
+    (0.4 ms at the demo's size) in every step that hits it.
     """
 
     def __init__(self, packed: W4) -> None:

@@ -5,7 +5,7 @@ a 9-row product differ in their last bits. Every product here is therefore made 
 fixed shape, ROW_TILE rows at a time, the last tile filled with zeros. A row's result is then the
 same bits in any bucket, at any offset, beside any neighbours, which is what makes speculative text
 equal plain text exactly. The price: one row costs as much as eight (measured 95 us against 19 us
-for [1, 512] x [512, 1536] on two Zen 5 cores), and a tree of eight nodes costs what one token does.
+for [1, 512] x [512, 1536] on two Zen 5 cores), and a root with seven nodes costs what one token does.
 """
 
 from __future__ import annotations
