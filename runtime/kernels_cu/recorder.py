@@ -1,0 +1,200 @@
+"""How an op becomes launches: checked against its signature, its scratch taken from the arena, appended to a list, not run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from runtime.cost import ZERO_COST, Cost
+from runtime.hw import HARDWARE, Hardware
+from runtime.kernels_cu._call import Call
+from runtime.kernels_cu.arena import Arena
+from runtime.kernels_cu.array import NUMPY, DeviceArray, dtype_name
+from runtime.kernels_cu.device import Device, Runnable
+from runtime.ops import OPS
+from runtime.shapes import bind, parse
+from runtime.types import Array
+from runtime.w4 import W4
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One prepared launch. symbols: of the op's signature, on the first launch of an op; the others have none."""
+
+    op: str
+    symbols: Mapping[str, int]
+    run: Runnable
+
+    def cost(self, known: Mapping[str, float] | None = None) -> Cost:
+        """The op's cost on its first launch, nothing on the others. known: what no shape holds (keys, distinct), or a symbol's
+        true value where the bucket is not full (M, B, I)."""
+        return OPS[self.op].cost({**self.symbols, **(known or {})}) if self.symbols else ZERO_COST
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Addresses of counts (i32) in device memory: how much of a bucket's fixed capacity is live. 0: this recording has none.
+
+    rows: of the rows that gather_rows picks, and with them of sample's and top_logprobs'.
+    """
+
+    rows: int = 0
+    moves: int = 0
+    adjust_seq: int = 0
+    adjust_row: int = 0
+    masks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceW4:
+    """Packed INT4 experts on the device: E matrices [N, K], `runtime.w4`'s bytes at `address`."""
+
+    address: int
+    E: int
+    N: int
+    K: int
+    exponent: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A router's product that waits for its experts: logits [M, E] f32, and what makes choices of them."""
+
+    logits: int
+    bias: int
+    scale: float
+    expert: DeviceArray
+    weight: DeviceArray
+
+
+class Recorder:
+    """Memory and the list of launches. invariant: one configuration of every op whatever the bucket, so that a row's bits are
+    the same in all of them."""
+
+    def __init__(self, device: Device, invariant: bool = False) -> None:
+        self.device = device
+        self.invariant = invariant
+        self.hw: Hardware = HARDWARE.get(device.gpu, HARDWARE["h200"])
+        self.arena = Arena(device)
+        self.recorded: list[Recorded] = []
+        self.weight_bytes = 0
+        self.live = Live()
+        self.routing: Routing | None = None  # between a route and its moe_w4
+        self.planned: tuple[Any, ...] | None = None  # the attention plan that this recording holds
+        self._alive: DeviceArray | None = None
+        self._op: tuple[str, Mapping[str, int]] = ("", {})
+
+    # ------------------------------------------------------------ memory
+    def param(self, array: Array) -> DeviceArray:
+        """A weight, copied to the device as it is: bf16, f32 or an integer."""
+        host = np.ascontiguousarray(array)
+        made = DeviceArray(self.device.alloc(host.nbytes), tuple(host.shape), dtype_name(host))
+        self.device.upload(made.address, host.view(np.uint16) if host.dtype == ml_dtypes.bfloat16 else host)
+        self.weight_bytes += host.nbytes
+        return made
+
+    def param_w4(self, packed: W4) -> DeviceW4:
+        """INT4 experts, in the one packed layout."""
+        address = self.device.alloc(packed.nbytes)
+        self.device.upload(address, np.ascontiguousarray(packed.data))
+        self.weight_bytes += packed.nbytes
+        return DeviceW4(address, packed.E, packed.N, packed.K, packed.exponent, packed.interleaved)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "bf16") -> DeviceArray:
+        """A cache: memory that outlives a step."""
+        empty = DeviceArray(0, tuple(shape), dtype)
+        return DeviceArray(self.device.alloc(empty.nbytes), empty.shape, dtype)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: str = "bf16") -> DeviceArray:
+        """The buffer of that name, viewed in `shape`; contents undefined."""
+        return self.arena.buffer(name, tuple(shape), dtype)
+
+    def seal(self) -> None:
+        """No buffer grows from now on."""
+        self.arena.seal()
+
+    def host(self, array: DeviceArray) -> Array:
+        """A copy on the host of what the launches run so far have left there."""
+        out = np.empty(array.shape, NUMPY[array.dtype])
+        self.device.download(array.flat, out.view(np.uint16) if array.dtype == "bf16" else out)
+        return out
+
+    def scratch(self, family: str, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Addresses of a family's scratch arrays by field: shared by all layers and buckets, zero when they are made."""
+        return {field: self.arena.take(f"{family}.{field}", nbytes) for field, nbytes in sizes.items()}
+
+    # ------------------------------------------------------------ launches
+    @contextmanager
+    def recording(self, alive: DeviceArray | None = None, live: Live | None = None) -> Iterator[list[Recorded]]:
+        """Starts a fresh list, `recorded`, and yields it. alive [M] i32: negative where a row is dead (seq, tap_slot); None: no
+        row is. live: where the counts of this recording stand."""
+        self.recorded, self._alive, self.live = [], alive, live or Live()
+        self.routing = self.planned = None
+        try:
+            yield self.recorded
+            if self.routing is not None:
+                raise RuntimeError("route was recorded without the moe_w4 that makes its choices")
+        finally:
+            self._alive, self.live = None, Live()
+            self.routing = self.planned = None
+
+    def alive(self, rows: int) -> int:
+        """The address of the dead rows' marks for an op over that many rows of the bucket; 0: none is dead."""
+        if self._alive is None:
+            return 0
+        if self._alive.shape != (rows,) or self._alive.dtype != "i32":
+            raise ValueError(
+                f"{self._op[0]}: {rows} rows, but dead rows are marked by {list(self._alive.shape)} {self._alive.dtype}; want [{rows}] i32"
+            )
+        return self._alive.flat
+
+    def counted(self, name: str) -> int:
+        """The address of a live count. Raises ValueError where the recording has none."""
+        address: int = getattr(self.live, name)
+        if not address:
+            raise ValueError(f"{self._op[0]}: recording(live=…) names no count of {name}")
+        return address
+
+    def launch(self, call: Call, functions: Mapping[str, Any], keep: tuple[Any, ...] = ()) -> None:
+        self.append(self.device.prepare(call, functions, keep))
+
+    def append(self, run: Runnable) -> None:
+        """A launch of the op that is being recorded; the first of an op carries its symbols."""
+        op, symbols = self._op
+        self.recorded.append(Recorded(op, symbols, run))
+        self._op = op, {}
+
+    @contextmanager
+    def op(self, name: str, symbols: Mapping[str, int]) -> Iterator[None]:
+        self._op = name, symbols
+        try:
+            yield
+        finally:
+            self._op = "", {}
+
+
+def op(body: Callable[..., None]) -> Callable[..., None]:
+    """A method of the vocabulary from its launches: the call is bound to the signature of the op of that name first."""
+    entry = OPS[body.__name__]
+    signature = parse(entry.signature)
+    names = [p.name for p in signature.inputs]
+
+    def call(self: Recorder, *inputs: Any, **outputs: Any) -> None:
+        if len(inputs) > len(names):
+            raise TypeError(f"{entry.name} takes {len(names)} inputs and got {len(inputs)}; outputs go by keyword")
+        symbols = bind(entry.name, signature, dict(zip(names, inputs, strict=False), **outputs))
+        if math.prod(symbols.get(letter, 1) for letter in ("M", "I", "n")) == 0:
+            return  # nothing to do, and no grid of nothing
+        with self.op(entry.name, symbols):
+            body(self, *inputs, **outputs)
+
+    call.__name__ = entry.name
+    call.__doc__ = f"{entry.signature}\n\n{entry.doc}"
+    return call
