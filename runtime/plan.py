@@ -1,4 +1,4 @@
-"""The step plan as bytes: one blob of fixed layout, the whole protocol between rank 0 and the others.
+"""Plans as bytes: one blob of fixed layout, the whole protocol between rank 0 and the others.
 
 The same bytes go through shared memory to other ranks, through pinned memory to the device, and
 nothing else does: no pickles, no method names. Offsets depend on the layout's capacities alone, so a
@@ -7,13 +7,16 @@ captured graph may read any field at its address; a header says how much of each
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.types import Array, StepPlan
+from runtime.types import Array, DraftPlan, StepPlan
 
 MAGIC = 0x504C414E  # "PLAN"
+DRAFT_MAGIC = 0x44524654  # "DRFT"
 ALIGN = 16
 _DTYPES = {
     "token": np.int32,
@@ -38,18 +41,41 @@ _DTYPES = {
     "adjust_row_by": np.float32,
     "mask_rows": np.int32,
     "masks": np.uint32,
+    **dict.fromkeys(("root", "tap_rows", "tap_pos", "tap_slot"), np.int32),
 }
-_NAMES = tuple(f.name for f in fields(StepPlan) if f.name != "bucket")
-_HEADER_WORDS = 2 + 2 * len(_NAMES)  # magic, bucket, then (rows, columns) of every field
+STEP_FIELDS = tuple(f.name for f in fields(StepPlan) if f.name != "bucket")
+DRAFT_FIELDS = tuple(f.name for f in fields(DraftPlan))
 
 
 class PlanOverflow(ValueError):
     """A plan holds more of something than the layout has room for."""
 
 
+class Layout(Protocol):
+    """Capacities of a blob of one kind."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its fields, in the order of the header and of the blob."""
+
+    def capacity(self, name: str) -> tuple[int, int]:
+        """(rows, columns) a field can hold; columns 0: the field is one-dimensional."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a field lies in a blob: byte offset, header word of its rows (its columns follow), capacities, bytes of an element."""
+
+    at: int
+    header: int
+    rows: int
+    columns: int
+    item_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
-    """Capacities of a blob; offsets follow from them."""
+    """Capacities of a step plan's blob; offsets follow from them."""
 
     max_rows: int  # M
     max_seqs: int  # B
@@ -58,6 +84,10 @@ class PlanLayout:
     max_moves: int
     max_adjust: int  # entries of each adjustment table
     mask_words: int = 1  # 32-bit words of a token mask, ceil(V / 32)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return STEP_FIELDS
 
     def capacity(self, name: str) -> tuple[int, int]:
         """(rows, columns) a field can hold; columns 0: the field is one-dimensional."""
@@ -80,16 +110,50 @@ class PlanLayout:
 
     def offsets(self) -> tuple[dict[str, int], int]:
         """Byte offset of every field, and the size of the whole blob."""
-        at, found = _aligned(4 * _HEADER_WORDS), {}
-        for name in _NAMES:
-            found[name] = at
-            rows, columns = self.capacity(name)
-            at = _aligned(at + rows * max(columns, 1) * np.dtype(_DTYPES[name]).itemsize)
-        return found, at
+        found, size = places(self)
+        return {name: place.at for name, place in found.items()}, size
 
     @property
     def nbytes(self) -> int:
-        return self.offsets()[1]
+        return places(self)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """Capacities of a draft plan's blob."""
+
+    max_streams: int  # B
+    max_pages: int  # P
+    max_taps: int  # n
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return DRAFT_FIELDS
+
+    def capacity(self, name: str) -> tuple[int, int]:
+        """As `PlanLayout.capacity`."""
+        if name.startswith("tap_"):
+            return self.max_taps, 0
+        return self.max_streams, self.max_pages if name == "pages" else 0
+
+    @property
+    def nbytes(self) -> int:
+        return places(self)[1]
+
+
+def places(layout: Layout) -> tuple[dict[str, Place], int]:
+    """Where every field of a blob lies, and the size of the whole blob."""
+    at, found = _aligned(4 * _header_words(layout)), {}
+    for i, name in enumerate(layout.names):
+        rows, columns = layout.capacity(name)
+        found[name] = Place(at, 2 + 2 * i, rows, columns, np.dtype(_DTYPES[name]).itemsize)
+        at = _aligned(at + rows * max(columns, 1) * found[name].item_bytes)
+    return found, at
+
+
+def _header_words(layout: Layout) -> int:
+    """Magic, bucket, then (rows, columns) of every field."""
+    return 2 + 2 * len(layout.names)
 
 
 def _aligned(n: int) -> int:
@@ -98,34 +162,50 @@ def _aligned(n: int) -> int:
 
 def pack_plan(plan: StepPlan, layout: PlanLayout, into: Array) -> None:
     """Writes a plan's live parts into a blob, into [layout.nbytes] u8. Raises PlanOverflow naming the field and both sizes."""
-    offsets, _ = layout.offsets()
-    header = into[: 4 * _HEADER_WORDS].view(np.int32)
-    header[:2] = MAGIC, plan.bucket
-    for i, name in enumerate(_NAMES):
-        value: Array = getattr(plan, name)
-        rows, columns = layout.capacity(name)
-        live = value.shape[1] if value.ndim == 2 else 0
-        if value.shape[0] > rows or live > columns:
-            raise PlanOverflow(f"step plan: {name} is {list(value.shape)}, the layout holds [{rows}{f', {columns}' if columns else ''}]")
-        header[2 + 2 * i : 4 + 2 * i] = value.shape[0], live
-        data = np.ascontiguousarray(value, _DTYPES[name]).reshape(-1).view(np.uint8)
-        into[offsets[name] : offsets[name] + data.size] = data
+    _pack("step plan", MAGIC, plan.bucket, [getattr(plan, name) for name in STEP_FIELDS], layout, into)
+
+
+def pack_draft(plan: DraftPlan, layout: DraftLayout, into: Array) -> None:
+    """The same of a draft plan."""
+    _pack("draft plan", DRAFT_MAGIC, 0, [getattr(plan, name) for name in DRAFT_FIELDS], layout, into)
 
 
 def unpack_plan(blob: Array, layout: PlanLayout) -> StepPlan:
     """The plan in a blob, as views of it: valid until the blob is written again. Raises ValueError if it is none."""
-    offsets, size = layout.offsets()
+    bucket, found = _unpack("step plan", MAGIC, blob, layout)
+    return StepPlan(bucket=bucket, **found)
+
+
+def unpack_draft(blob: Array, layout: DraftLayout) -> DraftPlan:
+    """The same of a draft plan."""
+    return DraftPlan(**_unpack("draft plan", DRAFT_MAGIC, blob, layout)[1])
+
+
+def _pack(what: str, magic: int, bucket: int, values: Sequence[Array], layout: Layout, into: Array) -> None:
+    found, _ = places(layout)
+    header = into[: 4 * _header_words(layout)].view(np.int32)
+    header[:2] = magic, bucket
+    for value, (name, place) in zip(values, found.items(), strict=True):
+        live = value.shape[1] if value.ndim == 2 else 0
+        if value.shape[0] > place.rows or live > place.columns:
+            room = f"[{place.rows}{f', {place.columns}' if place.columns else ''}]"
+            raise PlanOverflow(f"{what}: {name} is {list(value.shape)}, the layout holds {room}")
+        header[place.header : place.header + 2] = value.shape[0], live
+        data = np.ascontiguousarray(value, _DTYPES[name]).reshape(-1).view(np.uint8)
+        into[place.at : place.at + data.size] = data
+
+
+def _unpack(what: str, magic: int, blob: Array, layout: Layout) -> tuple[int, dict[str, Any]]:
+    places_of, size = places(layout)
     if blob.nbytes < size:
-        raise ValueError(f"step plan: the blob has {blob.nbytes} bytes, the layout needs {size}")
-    header = blob[: 4 * _HEADER_WORDS].view(np.int32)
-    if header[0] != MAGIC:
-        raise ValueError(f"step plan: the blob begins with {int(header[0]):#x}, not {MAGIC:#x}")
-    found: dict[str, Array] = {}
-    for i, name in enumerate(_NAMES):
-        rows, columns = int(header[2 + 2 * i]), int(header[3 + 2 * i])
-        dtype = np.dtype(_DTYPES[name])
-        two_dimensional = layout.capacity(name)[1] > 0
-        shape = (rows, columns) if two_dimensional else (rows,)
-        count = int(np.prod(shape)) * dtype.itemsize
-        found[name] = blob[offsets[name] : offsets[name] + count].view(dtype).reshape(shape)
-    return StepPlan(bucket=int(header[1]), **found)
+        raise ValueError(f"{what}: the blob has {blob.nbytes} bytes, the layout needs {size}")
+    header = blob[: 4 * _header_words(layout)].view(np.int32)
+    if header[0] != magic:
+        raise ValueError(f"{what}: the blob begins with {int(header[0]):#x}, not {magic:#x}")
+    found: dict[str, Any] = {}
+    for name, place in places_of.items():
+        rows, columns = int(header[place.header]), int(header[place.header + 1])
+        shape = (rows, columns) if place.columns > 0 else (rows,)
+        count = int(np.prod(shape)) * place.item_bytes
+        found[name] = blob[place.at : place.at + count].view(_DTYPES[name]).reshape(shape)
+    return int(header[1]), found

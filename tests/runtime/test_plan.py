@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from runtime.plan import PlanLayout, PlanOverflow, pack_plan, unpack_plan
-from runtime.types import StepPlan
+from runtime.plan import DraftLayout, PlanLayout, PlanOverflow, pack_draft, pack_plan, unpack_draft, unpack_plan
+from runtime.types import DraftPlan, StepPlan
 from tests.plans import make_plan, page_table, random_parents
 
 LAYOUT = PlanLayout(max_rows=64, max_seqs=8, max_pages=12, max_words=2, max_moves=16, max_adjust=32, mask_words=3)
@@ -73,3 +73,21 @@ def test_foreign_bytes_are_refused() -> None:
         unpack_plan(np.zeros(LAYOUT.nbytes, np.uint8), LAYOUT)
     with pytest.raises(ValueError, match="has 100 bytes"):
         unpack_plan(np.zeros(100, np.uint8), LAYOUT)
+
+
+def test_draft_plans_too() -> None:
+    layout = DraftLayout(max_streams=8, max_pages=12, max_taps=20)
+    blob = np.full(layout.nbytes, 0xFF, np.uint8)
+    rng = np.random.default_rng(3)
+    for streams, taps in ((3, 5), (0, 4), (8, 0), (0, 0)):
+        whole = [rng.integers(0, 99, n).astype(np.int32) for n in (streams, streams, taps, taps, taps)]
+        pages = rng.integers(0, 99, (streams, 7 if streams else 0)).astype(np.int32)
+        plan = DraftPlan(whole[0], whole[1], pages, *whole[2:])
+        pack_draft(plan, layout, blob)
+        seen = unpack_draft(blob, layout)
+        for field in fields(DraftPlan):
+            np.testing.assert_array_equal(getattr(seen, field.name), getattr(plan, field.name), err_msg=field.name)
+    with pytest.raises(PlanOverflow, match=r"draft plan: tap_rows is \[21\], the layout holds \[20\]"):
+        pack_draft(replace(plan, tap_rows=np.zeros(21, np.int32)), layout, blob)
+    with pytest.raises(ValueError, match="step plan: the blob begins with"):
+        unpack_plan(np.concatenate([blob, np.zeros(LAYOUT.nbytes, np.uint8)]), LAYOUT)
