@@ -129,7 +129,7 @@ class Bench:
         kernels = build_kernels(d, config, self.rig.arch, self.rig.sms)
         self.room = {name: cp.zeros(size, cp.uint8) for name, size in workspace_bytes(d, config, self.rig.sms).items()}
         at = {name: a.data.ptr for name, a in (self.room | self.arrays).items()}
-        at |= {"q": self.q.data.ptr, "cache": self.pool.data.ptr, "out": self.out.data.ptr}
+        at |= {"q": self.q.data.ptr, "cache": self.pool.data.ptr, "out": self.out.data.ptr, "pages": at["tables"]}
         step = self.tables[0].nbytes
         layers = [layer_launch(kernels, at | {"pages": at["tables"] + k * step}, SCALE, slots=PAGES * PAGE) for k in range(self.case.calls)]
         return plan_launch(kernels, at), layers
