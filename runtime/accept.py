@@ -8,6 +8,8 @@ Source: arXiv 2604.12989 (DDTree), section on verification.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from runtime.types import I32, Acceptance, DraftTree
@@ -38,3 +40,8 @@ def accept(tree: DraftTree, target: I32) -> Acceptance:
         np.array(tokens, np.int32),
         np.array(moves, np.int32).reshape(-1, 2),
     )
+
+
+def ranks_of(tree: DraftTree, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The place of each node among its siblings, 0 the first: the likeliest, in a tree that was grown best first."""
+    return tuple(int(np.count_nonzero(tree.parent[1:node] == tree.parent[node])) for node in nodes)

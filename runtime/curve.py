@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ F64 = NDArray[np.float64]
 EMA_STEPS = 64  # observations of a bucket over which it forgets
 OUTLIER = 2.0  # an observation counts at most this many times the present value: a pause of the host is no cost of the device
 FORMAT = 1
+MARGINAL_SHARE = 0.25  # a further row is cheap when it costs less than this part of the average row
 
 
 class CurveError(ValueError):
@@ -94,6 +96,17 @@ def _rising(value: F64, weight: Array) -> F64:
             (a, wa, na), (b, wb, nb) = pools[-2:]
             pools[-2:] = [((a * wa + b * wb) / (wa + wb), wa + wb, na + nb)]
     return np.repeat([mean for mean, _, _ in pools], [members for _, _, members in pools])
+
+
+def find_threshold(rows: Sequence[int], times: Sequence[float], share: float = MARGINAL_SHARE) -> int | None:
+    """The least M from which a further row costs less than `share` of the average one, up to the next M that was timed.
+
+    rows: rising M; times: of a step of that many rows, in any unit, above 0. None where every row is dear.
+    """
+    for (here, took), (there, longer) in pairwise(zip(rows, times, strict=True)):
+        if (longer - took) / (there - here) < share * took / here:
+            return here
+    return None
 
 
 class CostCurve:

@@ -20,6 +20,7 @@ import time
 
 import numpy as np
 
+from runtime.accept import ranks_of
 from runtime.config import EngineConfig
 from runtime.executor import Executor
 from runtime.masks import prune, push
@@ -76,7 +77,7 @@ class Cycle:
             deliveries = self._settle(shares, plan, verdicts, result)
         if self._watcher is not None:
             self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts), stats)
-        stats.count_step(plan.bucket, plan.m, time.perf_counter() - start)
+        stats.count_step(plan.bucket, plan.m, time.perf_counter() - start, result.experts)
         return deliveries
 
     def _draft(self) -> dict[str, DraftTree]:
@@ -161,9 +162,11 @@ class Cycle:
         if finish is None:
             push(sequence.constraint, tokens)
         drafted, accepted = share.nodes - 1, max(0, min(len(verdict.path) - 1, kept))
+        ranks = ranks_of(share.tree, verdict.path[1 : accepted + 1]) if drafted and share.tree is not None else ()
         if drafted:
-            stats.count_draft(drafted, accepted)
+            stats.count_draft(drafted, accepted, ranks)
         stats.generation_tokens += kept
+        stats.progress += kept + (finish is not None)
         return Emission(
             id=sequence.id,
             tokens=tuple(tokens),
@@ -175,6 +178,9 @@ class Cycle:
             cached_tokens=sequence.cached_tokens or 0,
             accepted=accepted if drafted else None,
             drafted=drafted,
+            ranks=ranks,
+            admitted_s=sequence.admitted_s,
+            experts=result.experts,
         )
 
     def _commit(self, share: Share, verdict: Verdict | None, emission: Emission | None) -> int:
@@ -184,6 +190,9 @@ class Cycle:
         reaches every row that sees it, so pages of a prompt wait for the prompt's last row.
         """
         sequence, base = share.sequence, share.start + share.before
+        if base > sequence.reached:
+            self._stats.progress += base - sequence.reached
+            sequence.reached = base
         if verdict is None or emission is None:
             sequence.computed = base
             return base

@@ -15,7 +15,9 @@ import numpy as np
 
 from runtime.config import EngineConfig
 from runtime.cycle import Cycle, Delivery
+from runtime.env import load_env
 from runtime.executor import Executor
+from runtime.nvtx import find_ranges
 from runtime.pages import PagePool
 from runtime.scheduler import Scheduler
 from runtime.sequence import OnEmission, Sequence, Stream
@@ -78,7 +80,8 @@ class Engine:
         self.dead: BaseException | None = None
         self._most_open = config.max_num_seqs + config.max_num_queued_reqs
         self._config, self._limits, self._make_stream, self._eos_ids = config, limits, make_stream, frozenset(eos_ids)
-        self._stats = EngineStats(pages_total=pool.capacity)
+        ranges = find_ranges() if load_env().nvtx else None
+        self._stats = EngineStats(pages_total=pool.capacity, experts_total=limits.experts, ranges=ranges)
         self._scheduler = Scheduler(
             pool,
             self._stats,
@@ -97,7 +100,8 @@ class Engine:
         self._stepping = threading.RLock()  # entered a second time by its own thread only from on_emission, which is refused
         self._inside = False
         self._thread: threading.Thread | None = None
-        self._last_step_s = time.monotonic()
+        self._last_step_s = self._last_progress_s = time.monotonic()
+        self._seen_progress = 0
 
     def check(self, request: Request) -> None:
         """Raises InvalidRequest naming the field if the request can not be served as it stands."""
@@ -118,7 +122,7 @@ class Engine:
                 self._stats.rejected += 1
                 raise QueueFull(f"{len(self._open)} requests run or wait, {self._most_open} may; try again later")
             if not self._open:
-                self._last_step_s = time.monotonic()  # idle until now is not a hang
+                self._last_step_s = self._last_progress_s = time.monotonic()  # idle until now is not a hang
             self._open[request.id] = sequence
             self._inbox.append(sequence)
             self._wake.notify_all()
@@ -183,14 +187,23 @@ class Engine:
         self._stats.trace = trace
 
     def check_health(self) -> str | None:
-        """Why the engine should be taken out of service, or None: dead, or no step finished within step_deadline_s."""
+        """Why the engine should be taken out of service, or None.
+
+        It is dead, or for step_deadline_s no step has finished, or none of those that did moved anything: no position was
+        computed that had not been before, no token delivered, no request ended.
+        """
         if self.dead is not None:
             return f"{ENGINE_FAILED}: {type(self.dead).__name__}"
         with self._wake:
-            still_s = time.monotonic() - self._last_step_s if self._open else 0.0
-            if still_s > self._config.step_deadline_s:
-                limit = self._config.step_deadline_s
-                return f"no step has finished for {still_s:.0f} s (limit {limit:g} s), {len(self._open)} requests are open"
+            if not self._open:
+                return None
+            now_s, limit = time.monotonic(), self._config.step_deadline_s
+            for since_s, what in (
+                (self._last_step_s, "no step has finished"),
+                (self._last_progress_s, "steps finish without any progress"),
+            ):
+                if now_s - since_s > limit:
+                    return f"{what} for {now_s - since_s:.0f} s (limit {limit:g} s), {len(self._open)} requests are open"
         return None
 
     def _clamp(self, request: Request) -> SamplingParams:
@@ -257,7 +270,9 @@ class Engine:
         for sequence in aborted:
             self._scheduler.remove(sequence)
             self._stats.finished["abort"] += 1
-            emission = Emission(sequence.id, (), sequence.flush(), finish="abort", cached_tokens=sequence.cached_tokens or 0)
+            self._stats.progress += 1
+            cached, admitted_s = sequence.cached_tokens or 0, sequence.admitted_s
+            emission = Emission(sequence.id, (), sequence.flush(), finish="abort", cached_tokens=cached, admitted_s=admitted_s)
             deliveries.append((sequence, emission))
         return deliveries
 
@@ -294,6 +309,8 @@ class Engine:
         with self._wake:
             self._published = stats.copy()
             self._last_step_s = time.monotonic()
+            if stats.progress != self._seen_progress:
+                self._seen_progress, self._last_progress_s = stats.progress, self._last_step_s
 
 
 def _check_prompt(prompt: object, vocab_size: int) -> int:

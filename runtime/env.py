@@ -26,6 +26,7 @@ class Env:
     log_level: str = "info"
     api_key: str | None = field(default=None, repr=False)
     cache_dir: Path | None = None
+    nvtx: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ ENV_TABLE: tuple[EnvEntry, ...] = (
         "Where compiled kernels and cost curves are kept; unset: runtime in $XDG_CACHE_HOME or ~/.cache.",
         _parse_dir,
     ),
+    _entry("RUNTIME_NVTX", "bool", "Mark the stages of a step as NVTX ranges, for Nsight Systems.", _parse_bool),
 )
 
 

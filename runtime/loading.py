@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,15 @@ from model import dflash, kimi_k26
 from model.bound import BoundModel, Drafter
 from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
-from runtime.comm import SoloComm
+from runtime.comm import Comm, SoloComm
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.env import load_env
 from runtime.executor import Executor
 from runtime.kernels_np import NumpyBackend
 from runtime.kernels_np.rows import ROW_TILE
-from runtime.launch import ThreadRanks
-from runtime.plan import PlanLayout
+from runtime.plan import DraftLayout, PlanLayout
+from runtime.processes import Meeting, ProcessRanks
+from runtime.spawn import RankJob, SpawnedPeers
 from runtime.types import SamplingParams
 from runtime.worker import Limits, Worker
 
@@ -112,11 +115,28 @@ def make_executor(
     tp: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Executor:
-    """Loads the weights once per rank and returns what runs plans: this thread, or `tp` rank threads."""
+    """Loads the weights once per rank and returns what runs plans: this thread, or it and `tp` - 1 processes."""
     source.target.check_tp(tp)
+    limits = limits_of(source, config, speculative)
+    if tp == 1:
+        return make_worker(source, limits, speculative, activations, SoloComm(), progress)
+    jobs = [rank_job(source, config, speculative, activations, rank, tp) for rank in range(1, tp)]
+    make_own = partial(make_worker, source, limits, speculative, activations, progress=progress)
+    return ProcessRanks(meeting_of(config, limits, tp), SpawnedPeers(jobs), make_own)
+
+
+def rank_job(source: Source, config: EngineConfig, speculative: SpeculativeConfig, activations: str, rank: int, world: int) -> RankJob:
+    """What a rank beside this process has to load."""
+    drafter = str(source.drafter_path.resolve()) if source.drafter_path else None
+    found = dataclasses.replace(speculative, model=drafter)
+    return RankJob(rank, world, os.getpid(), str(source.path.resolve()), activations, config, found)
+
+
+def limits_of(source: Source, config: EngineConfig, speculative: SpeculativeConfig) -> Limits:
+    """What a rank is built for."""
     if config.num_pages is None or config.max_model_len is None:
         raise ValueError("engine config: num_pages and max_model_len are open; fit_config chooses them")
-    limits = Limits(
+    return Limits(
         vocab_size=source.target.vocab,
         max_rows=config.max_num_batched_tokens,
         num_pages=config.num_pages,
@@ -124,19 +144,30 @@ def make_executor(
         max_positions=config.max_model_len,
         draft_depth=source.drafter.depth if source.drafter else 0,
         draft_top_k=min(speculative.draft_top_k or DRAFT_TOP_K, source.target.vocab),
+        experts=source.target.experts,
     )
 
-    def make_worker(rank: int, comm: Any) -> Worker:
-        backend: Any = NumpyBackend(activations)
-        if load_env().check_shapes:
-            backend = CheckedBackend(backend)
-        report = progress if rank == 0 else lambda _: None
-        model = _bind(source, backend, limits, speculative, rank, tp, report)
-        return Worker(backend, comm, model, limits)
 
-    if tp == 1:
-        return make_worker(0, SoloComm())
-    return ThreadRanks(make_worker, tp, plan_layout(config, limits))
+def make_worker(
+    source: Source,
+    limits: Limits,
+    speculative: SpeculativeConfig,
+    activations: str,
+    comm: Comm,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Worker:
+    """Loads the share of comm's rank and binds it to a backend."""
+    backend: Any = NumpyBackend(activations)
+    if load_env().check_shapes:
+        backend = CheckedBackend(backend)
+    model = _bind(source, backend, limits, speculative, comm.rank, comm.world, progress)
+    return Worker(backend, comm, model, limits)
+
+
+def meeting_of(config: EngineConfig, limits: Limits, world: int) -> Meeting:
+    """Where `world` ranks of this engine meet."""
+    plan = plan_layout(config, limits)
+    return Meeting(world, plan, DraftLayout(plan.max_seqs, plan.max_pages, plan.max_rows), config.step_deadline_s)
 
 
 def plan_layout(config: EngineConfig, limits: Limits) -> PlanLayout:

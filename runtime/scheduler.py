@@ -14,6 +14,7 @@ always take every page, and no request is longer than all pages together: someth
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -187,6 +188,7 @@ class Scheduler:
 
     def _count_admission(self, sequence: Sequence) -> None:
         sequence.cached_tokens = sequence.computed
+        sequence.admitted_s = time.monotonic()
         self.stats.prompt_tokens += sequence.prompt_len
         if self.pool.caching:
             self.stats.prefix_queries += sequence.prompt_len

@@ -55,6 +55,8 @@ class Sequence:
         self.computed = 0
         self.registered = 0  # leading pages whose content other requests may read
         self.cached_tokens: int | None = None  # found in the prefix cache at first admission
+        self.admitted_s = 0.0  # time.monotonic() at first admission
+        self.reached = 0  # the most positions that were ever computed: what a preemption takes away does not count twice
         self.preemptions = 0
         self.length = len(prompt)
         self.newest = int(prompt[-1])  # the last token

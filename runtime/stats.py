@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from runtime.curve import find_threshold
+from runtime.nvtx import Ranges
 from runtime.trace import StepTrace
 
 STAGES = ("draft", "grow", "plan", "verify", "accept", "emit")  # of one step, in order; the names in logs, metrics, traces and NVTX
 FINISHES = ("stop", "length", "abort", "error")
 EMA_STEPS = 32  # steps over which step_ms_ema forgets
-
+SURE_STEPS = 8  # steps of a group of rows before its mean time says anything about the threshold
 
 BUDGET_STEPS = 256  # latest records that stats hold
 
@@ -56,6 +58,7 @@ class EngineStats:
     draft_tokens: int = 0  # nodes verified, roots not counted
     accepted_tokens: int = 0  # draft nodes accepted and emitted
     accepted_per_position: list[int] = field(default_factory=list)  # drafts that accepted depth d + 1
+    accepted_per_rank: Counter[int] = field(default_factory=Counter)  # accepted nodes by place among their siblings, 0 the likeliest
     bucket_steps: Counter[int] = field(default_factory=Counter)  # steps launched with M
     bucket_s: dict[int, float] = field(default_factory=dict)  # wall time of those steps
     finished: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISHES, 0)))
@@ -69,12 +72,19 @@ class EngineStats:
     budget_records: deque[BudgetStep] = field(default_factory=lambda: deque(maxlen=BUDGET_STEPS))  # the latest
     step_ms_ema: float = 0.0
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # wall time summed over steps
+    experts_total: int = 0  # of a mixture-of-experts layer; 0: not known
+    experts: float = 0.0  # distinct ones that a layer hit in the last step, mean over layers; 0: not counted
+    experts_sum: float = 0.0  # of the same over all steps that counted them
+    experts_steps: int = 0
+    progress: int = 0  # positions computed for the first time, tokens delivered, requests ended: never still while the engine lives
     trace: StepTrace | None = field(default=None, repr=False, compare=False)  # hears of every stage and step
+    ranges: Ranges | None = field(default=None, repr=False, compare=False)  # likewise, for a profiler
 
     def copy(self) -> EngineStats:
         return dataclasses.replace(
             self,
             accepted_per_position=list(self.accepted_per_position),
+            accepted_per_rank=Counter(self.accepted_per_rank),
             bucket_steps=Counter(self.bucket_steps),
             bucket_s=dict(self.bucket_s),
             finished=Counter(self.finished),
@@ -86,20 +96,36 @@ class EngineStats:
     def kv_cache_usage(self) -> float:
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
+    @property
+    def threshold(self) -> int | None:
+        """Rows from which further ones are cheap, by the times of the steps so far; None: not within what was run."""
+        known = [rows for rows, steps in by_power(self.bucket_steps).items() if steps >= SURE_STEPS]
+        steps, seconds = by_power(self.bucket_steps), by_power(self.bucket_s)
+        return find_threshold(known, [seconds[rows] / steps[rows] for rows in known])
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the wall time of the block to stage `name`, one of STAGES."""
-        start = time.perf_counter()
+        start, ranges = time.perf_counter(), self.ranges
+        if ranges is not None:
+            ranges.push(name)
         try:
             yield
         finally:
+            if ranges is not None:
+                ranges.pop()
             end = time.perf_counter()
             self.stage_s[name] += end - start
             if self.trace is not None:
                 self.trace.span(name, start, end)
 
-    def count_step(self, bucket: int, rows: int, step_s: float) -> None:
+    def count_step(self, bucket: int, rows: int, step_s: float, experts: float = 0.0) -> None:
+        """Counts a step launched with M = bucket; experts: distinct ones that a layer hit, 0 where nobody counts them."""
         self.steps += 1
+        self.experts = experts
+        if experts:
+            self.experts_sum += experts
+            self.experts_steps += 1
         self.rows += rows
         self.bucket_steps[bucket] += 1
         self.bucket_s[bucket] = self.bucket_s.get(bucket, 0.0) + step_s
@@ -107,8 +133,11 @@ class EngineStats:
         self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
         if self.trace is not None:
             end = time.perf_counter()
-            self.trace.span("step", end - step_s, end, number=self.steps, M=bucket, rows=rows, tokens=self.generation_tokens)
+            args = {"number": self.steps, "M": bucket, "rows": rows, "tokens": self.generation_tokens}
+            self.trace.span("step", end - step_s, end, **args, **({"experts": round(experts, 2)} if experts else {}))
             self.trace.count("rows", end - step_s, rows=rows)
+            if experts:
+                self.trace.count("experts", end - step_s, experts=round(experts, 2))
 
     def count_budget(self, step: BudgetStep) -> None:
         self.budget_steps += 1
@@ -117,8 +146,10 @@ class EngineStats:
         self.realised_tokens += step.realised
         self.budget_records.append(step)
 
-    def count_draft(self, nodes: int, accepted: int) -> None:
+    def count_draft(self, nodes: int, accepted: int, ranks: Iterable[int] = ()) -> None:
+        """Counts a verified tree; ranks: of its accepted nodes among their siblings."""
         self.drafts += 1
+        self.accepted_per_rank.update(ranks)
         self.draft_tokens += nodes
         self.accepted_tokens += accepted
         if len(self.accepted_per_position) < accepted:

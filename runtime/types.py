@@ -255,6 +255,7 @@ class StepResult:
     top_ids: I32  # [r, n] the n likeliest tokens, n = the largest logprobs of the plan (may be 0)
     top_logp: F32  # [r, n]
     step_us: float
+    experts: float = 0.0  # mean distinct experts that a mixture-of-experts layer of rank 0 hit; 0: not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +291,6 @@ class Emission:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     accepted: int | None = None  # draft nodes accepted in this step; None: it was no speculative step
     drafted: int = 0  # draft nodes verified in this step, root not counted
+    ranks: tuple[int, ...] = ()  # of the accepted nodes among their siblings, 0 the likeliest
+    admitted_s: float = 0.0  # time.monotonic() when the request first got a seat; 0: never
+    experts: float = 0.0  # StepResult.experts of this step

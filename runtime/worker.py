@@ -37,6 +37,7 @@ class Limits:
     max_positions: int
     draft_depth: int = 0  # 0: no drafter
     draft_top_k: int = 16
+    experts: int = 0  # of a mixture-of-experts layer; 0: not known
 
 
 class Worker:
@@ -85,7 +86,9 @@ class Worker:
                 top_logp=top_logp,
             )
         drawn, its_logp, ok, ids, logps = (ops.host(a) for a in (target, logp, finite, top_ids, top_logp))
-        return StepResult(drawn, its_logp, ok, ids, logps, (time.perf_counter() - start) * 1e6)
+        counts = getattr(ops, "experts_hit", None)
+        experts = float(counts()) if counts is not None else 0.0
+        return StepResult(drawn, its_logp, ok, ids, logps, (time.perf_counter() - start) * 1e6, experts)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         """Materialises the context of tap_rows (rows of the last step), then proposes a block for each root."""

@@ -30,6 +30,10 @@ class EngineCollector(Collector):
             "position",
             by_position,
         )
+        ranks = {str(rank): count for rank, count in sorted(stats.accepted_per_rank.items())}
+        yield _labelled(
+            "accepted_tokens_per_rank", "Draft nodes accepted, by place among their siblings (0: the likeliest).", "rank", ranks
+        )
         yield _labelled("stage_seconds", "Wall time of the engine's thread by stage of a step.", "stage", stats.stage_s)
         yield _labelled("steps_by_bucket", "Steps by rows, rounded up to a power of two.", "rows", _by_power(stats.bucket_steps))
         yield _labelled("step_seconds_by_bucket", "Wall time of steps, likewise.", "rows", _by_power(stats.bucket_s))
@@ -40,6 +44,10 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("num_requests_waiting", "Choices that wait for a seat.", stats.waiting)
     yield GaugeMetricFamily("kv_cache_usage_perc", "Share of cache pages held by sequences; 1 is full.", stats.kv_cache_usage)
     yield GaugeMetricFamily("step_milliseconds", "Moving mean of a step.", stats.step_ms_ema)
+    yield GaugeMetricFamily("experts_hit", "Distinct experts that a layer hit in the last step, mean over layers.", stats.experts)
+    yield GaugeMetricFamily("experts", "Experts of a layer; 0: not known.", stats.experts_total)
+    threshold = "Rows of a step from which further ones cost less than a quarter of the average row; 0: not within what was run."
+    yield GaugeMetricFamily("threshold_rows", threshold, stats.threshold or 0)
     last = stats.budget_records[-1] if stats.budget_records else None
     rows, nodes = (last.bucket, sum(last.nodes)) if last else (0, 0)
     yield GaugeMetricFamily("budget_rows", "M of the last step whose node budget was chosen, padding included; 0: none was.", rows)
@@ -69,6 +77,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("budget_expected_tokens", "Of these, tokens expected beforehand.", stats.expected_tokens),
         ("budget_realised_tokens", "Of these, tokens drawn along accepted paths.", stats.realised_tokens),
         ("step_rows", "Live rows of all steps.", stats.rows),
+        ("step_experts", "Distinct experts that a layer hit, summed over the steps that counted them.", stats.experts_sum),
+        ("experts_counted_steps", "The steps that counted them.", stats.experts_steps),
         ("callback_errors", "Deliveries that raised.", stats.callback_errors),
     ):
         yield CounterMetricFamily(name, text, value)

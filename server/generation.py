@@ -22,11 +22,13 @@ class EngineLike(Protocol):
 
 
 class Observer(Protocol):
-    """Hears every emission and every end, on the event loop."""
+    """Hears every emission, every choice's end and the end of all choices, on the event loop."""
 
     def emitted(self, record: ChoiceRecord, emission: Emission, since_last_s: float | None) -> None: ...
 
     def finished(self, record: ChoiceRecord, now_s: float) -> None: ...
+
+    def ended(self, records: Sequence[ChoiceRecord]) -> None: ...
 
 
 class ClientGone(Exception):
@@ -140,6 +142,8 @@ class Generation:
             record = self.records[index]
             record.finish = "abort" if isinstance(error, ClientGone) else "error"
             self._observer.finished(record, now_s)
+        if self._open:
+            self._observer.ended(self.records)
         self._open.clear()
         with contextlib.suppress(asyncio.QueueFull):
             self._queue.put_nowait(None)  # a full queue wakes its reader by itself
@@ -172,6 +176,8 @@ class Generation:
         if emission.finish is not None:
             del self._open[index]
             self._observer.finished(record, now_s)
+            if not self._open:
+                self._observer.ended(self.records)
         self._heard_s = now_s
         self._queued_chars += len(emission.text)
         if self._overflows():

@@ -82,6 +82,8 @@ def figures(stats: EngineStats) -> dict[str, Any]:
         "steps": stats.steps,
         "rows": stats.rows,
         "step_ms": stats.step_ms_ema,
+        "experts": {"total": stats.experts_total, "sum": stats.experts_sum, "steps": stats.experts_steps},
+        "threshold": stats.threshold,
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generation_tokens,
         "prefix": {"queries": stats.prefix_queries, "hits": stats.prefix_hits},

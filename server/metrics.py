@@ -24,17 +24,40 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-_OURS = {  # families that vLLM has no name for: never under vllm:
-    "request_mean_acceptance_length",
-    "kv_pages",
-    "steps",
-    "step_rows",
-    "steps_by_bucket",
-    "step_seconds_by_bucket",
-    "stage_seconds",
-    "step_milliseconds",
-    "callback_errors",
-}
+VLLM = frozenset(  # the families that vLLM has; all others are under runtime: alone
+    [
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens",
+        "prompt_tokens_cached",
+        "generation_tokens",
+        "request_success",
+        "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "admission_rejections",
+        "corrupted_requests",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_prefill_kv_computed_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+    ]
+)
 
 
 class Metrics:
@@ -52,9 +75,16 @@ class Metrics:
         self._itl = self._histogram("inter_token_latency_seconds", "Between two deliveries of one choice.", _SECONDS)
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the end.", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to a seat in the engine's steps.", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "The seat to the first token.", _SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "First token to the last.", _SECONDS)
+        self._inference = self._histogram("request_inference_time_seconds", "The seat to the last token.", _SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished choice.", _TOKENS)
         self._generated = self._histogram("request_generation_tokens", "Generated tokens of a finished choice.", _TOKENS)
+        computed = "Prompt tokens of a finished choice that were not in the prefix cache."
+        self._computed = self._histogram("request_prefill_kv_computed_tokens", computed, _TOKENS)
+        longest = "Generated tokens of the longest choice of a finished request."
+        self._longest = self._histogram("request_max_num_generation_tokens", longest, _TOKENS)
         self._n = self._histogram("request_params_n", "Choices of an admitted request.", (1, 2, 4, 8, 16, 32, 64, 128))
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of an admitted choice, clamped.", _TOKENS)
         self._acceptance = self._histogram(
@@ -81,7 +111,7 @@ class Metrics:
         families = list(self._registry.collect())
         for prefix in self._prefixes:
             for family in families:
-                if prefix == "runtime" or family.name not in _OURS:
+                if prefix == "runtime" or family.name in VLLM:
                     yield self._renamed(family, prefix)
 
     def _renamed(self, family: Metric, prefix: str) -> Metric:
@@ -114,8 +144,18 @@ class Metrics:
         self._e2e.observe(now_s - record.submitted_s)
         self._prompt.observe(record.prompt_tokens)
         self._generated.observe(record.completion_tokens)
+        if record.admitted_s:
+            self._queue.observe(max(0.0, record.admitted_s - record.submitted_s))
+            self._computed.observe(record.prompt_tokens - record.cached_tokens)
+        if record.admitted_s and record.first_s is not None:
+            self._prefill.observe(record.first_s - record.admitted_s)
+            self._inference.observe(record.last_s - record.admitted_s)
         if record.first_s is not None and record.completion_tokens > 1:
             self._decode.observe(record.last_s - record.first_s)
             self._tpot.observe((record.last_s - record.first_s) / (record.completion_tokens - 1))
         if record.accepted:
             self._acceptance.observe(1 + sum(record.accepted) / len(record.accepted))
+
+    def ended(self, records: Sequence[ChoiceRecord]) -> None:
+        """All choices of one request have ended."""
+        self._longest.observe(max(record.completion_tokens for record in records))

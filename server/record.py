@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from runtime.types import Emission
 from server.protocol import CompletionDetails, PromptDetails, Usage
 
@@ -20,15 +22,21 @@ class ChoiceRecord:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    admitted_s: float = 0.0  # 0: not yet, or never
     first_s: float | None = None
     last_s: float = 0.0
     finish: str | None = None
     accepted: list[int] = field(default_factory=list)  # one entry a speculative step
     drafted: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # of accepted nodes among their siblings, 0 the likeliest
+    experts: list[float] = field(default_factory=list)  # distinct ones that a layer hit, of each step that counted them
 
     def observe(self, emission: Emission, now_s: float) -> None:
         self.completion_tokens += len(emission.tokens)
         self.cached_tokens = max(self.cached_tokens, emission.cached_tokens)
+        self.admitted_s = self.admitted_s or emission.admitted_s
+        if emission.experts:
+            self.experts.append(emission.experts)
         if emission.tokens:
             if self.first_s is None:
                 self.first_s = now_s
@@ -36,6 +44,7 @@ class ChoiceRecord:
         if emission.accepted is not None:
             self.accepted.append(emission.accepted)
             self.drafted.append(emission.drafted)
+            self.ranks += emission.ranks
         if emission.finish is not None:
             self.finish = emission.finish
 
@@ -77,6 +86,8 @@ def speculation_of(records: list[ChoiceRecord], depth: int, detail: SpecDetail) 
         "num_draft_tokens": nodes,
         "num_spec_tokens": len(histogram) - 1,
         "tree_nodes_per_step": nodes / steps,
+        "accepted_rank_histogram": np.bincount(np.array(records[0].ranks, np.int64), minlength=1).tolist(),
+        "unique_experts_per_step": sum(records[0].experts) / len(records[0].experts) if records[0].experts else None,
     }
     if detail == "detailed":
         found["per_step_accepted"] = accepted

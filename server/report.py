@@ -1,4 +1,4 @@
-"""The lines that the log gets every few seconds: vLLM's words, then what is ours (steps, rows, tree nodes)."""
+"""The lines that the log gets every few seconds: vLLM's words, then what is ours (steps, rows, experts, tree nodes)."""
 
 from __future__ import annotations
 
@@ -41,11 +41,25 @@ def _engine_line(now: EngineStats, before: EngineStats, seconds: float) -> str:
         buckets = by_power({rows: count - before.bucket_steps[rows] for rows, count in now.bucket_steps.items()})
         shown = " ".join(f"{rows}×{count:.0f}" for rows, count in buckets.items() if count)
         line += f", Steps: {steps / seconds:.1f}/s of {spent_ms / steps:.1f} ms"
-        line += f", Rows a step: {(now.rows - before.rows) / steps:.1f} (M {shown})"
+        line += f", Rows a step: {(now.rows - before.rows) / steps:.1f} (M {shown})" + _experts(now, before)
     for name, word in (("preemptions", "Preempted"), ("corrupted_requests", "Corrupted"), ("rejected", "Refused")):
         if getattr(now, name) > getattr(before, name):
             line += f", {word}: {getattr(now, name) - getattr(before, name)} reqs"
     return line
+
+
+def _experts(now: EngineStats, before: EngineStats) -> str:
+    """Distinct experts a layer hit, and where the rows of a step stand beside the threshold from which rows are cheap."""
+    counted, steps = now.experts_steps - before.experts_steps, now.steps - before.steps
+    text = ""
+    if counted:
+        mean = (now.experts_sum - before.experts_sum) / counted
+        share = f" of {now.experts_total} ({100 * mean / now.experts_total:.0f}%)" if now.experts_total else ""
+        text = f", Distinct experts: {mean:.1f}{share}"
+    threshold = now.threshold
+    if threshold is not None:
+        text += f", Threshold: M {threshold} (now at {(now.rows - before.rows) / steps / threshold:.2f} of it)"
+    return text
 
 
 def _budget_line(now: EngineStats, before: EngineStats) -> list[str]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
+from runtime import curve
+from runtime.curve import MARGINAL_SHARE
 from runtime.hw import Hardware
 from runtime.ops import OPS, expected_experts
 
 NOTES = {1: "AR C=1", 9: "verify b8 C=1", 90: "10 streams b8", 256: "28 streams b8", 1024: "prefill chunk"}
-MARGINAL_SHARE = 0.25  # a further row is cheap when it costs less than this part of the average row
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,9 @@ def fit_streaming(rows: Sequence[Row], experts: int) -> tuple[float, float]:
     return float(fixed), float(1.0 / slope)
 
 
-def find_threshold(rows: Sequence[Row], share: float = MARGINAL_SHARE) -> int | None:
-    """The least M from which a further row costs less than `share` of the average row, up to the next measured M."""
-    for here, there in pairwise(rows):
-        if (there.ms - here.ms) / (there.M - here.M) < share * here.ms / here.M:
-            return here.M
-    return None
+def find_threshold(rows: Sequence[Row]) -> int | None:
+    """M*, as `runtime.curve` defines it for any timed step."""
+    return curve.find_threshold([r.M for r in rows], [r.ms for r in rows])
 
 
 def find_plateau(rows: Sequence[Row], threshold: int | None, within: float = 1.25) -> tuple[int, int] | None:

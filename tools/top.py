@@ -26,7 +26,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = 60  # rates remembered for the line
 _SAMPLE = re.compile(r"^(?:vllm|runtime):(?P<name>\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-OWN_LABELS = ("position", "rows", "stage", "finished_reason", "state")
+OWN_LABELS = ("position", "rank", "rows", "stage", "finished_reason", "state")
 
 
 @dataclass(slots=True)
@@ -103,7 +103,8 @@ class View:
                 f"{bar(now.get('kv_cache_usage_perc'))} {used:.0f} of {total:.0f}",
             ),
             ("step", f"{now.get('step_milliseconds'):6.1f}ms", f"{steps / seconds:.1f} a second"),
-            ("rows (M)", f"{over('step_rows') / steps if steps else 0.0:8.1f}", "a step"),
+            ("rows (M)", f"{over('step_rows') / steps if steps else 0.0:8.1f}", _threshold(now)),
+            ("experts", f"{now.get('experts_hit'):8.1f}", _experts(now)),
         )
         for name, value, note in rows:
             table.add_row(Text(name, "bold"), Text(value, "cyan"), note)
@@ -132,6 +133,21 @@ class View:
         total = sum(stages.values()) or 1.0
         shares = " · ".join(f"{name} {100 * value / total:.0f}%" for name, value in stages.items())
         return Panel(Group(table, Text(shares, "dim")), title="steps since start")
+
+
+def _threshold(now: Scrape) -> str:
+    rows = now.get("threshold_rows")
+    return f"a step; further ones are cheap from {rows:.0f} on" if rows else "a step"
+
+
+def _experts(now: Scrape) -> str:
+    """Of how many, and the mean since start."""
+    steps, total = now.get("experts_counted_steps"), now.get("experts")
+    if not steps:
+        return "not counted"
+    return (
+        f"of {total:.0f} a layer, {now.get('step_experts') / steps:.1f} on average {bar(now.get('experts_hit') / total if total else 0.0)}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from runtime.kernels_np import dense, draft, mla, moe, sample
-from runtime.types import Array
+from runtime.types import F32, I32, Array
 from runtime.w4 import W4
 
 _FIXED = {"f32": np.float32, "i32": np.int32, "bool": np.bool_}
@@ -41,7 +41,6 @@ class NumpyBackend:
     tree_mla = staticmethod(mla.tree_mla)
     mla_value = staticmethod(mla.mla_value)
     route = staticmethod(moe.route)
-    moe_w4 = staticmethod(moe.moe_w4)
     sample = staticmethod(sample.sample)
     head_norm_rope = staticmethod(draft.head_norm_rope)
     kv_write = staticmethod(draft.kv_write)
@@ -54,6 +53,16 @@ class NumpyBackend:
         self.activations = activations
         self._storage: dict[str, Any] = {**_FIXED, "bf16": ACTIVATIONS[activations]}
         self._buffers: dict[str, Array] = {}
+        self._hit: list[int] = []
+
+    def moe_w4(self, x: Array, expert: I32, weight: F32, w13: Any, w2: Any, base: Array, *, out: Array) -> None:
+        moe.moe_w4(x, expert, weight, w13, w2, base, out=out)
+        self._hit.append(len(np.unique(expert)))
+
+    def experts_hit(self) -> float:
+        """Distinct experts, the mean over the moe_w4 calls since this was asked last; 0 without one."""
+        hit, self._hit = self._hit, []
+        return sum(hit) / len(hit) if hit else 0.0
 
     def param(self, array: Array) -> Array:
         """A weight as the ops want it: bf16 becomes float32 with the same values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -121,3 +122,39 @@ def test_a_hanging_step_is_reported() -> None:
     assert engine._thread is not None
     engine._thread.join(5)
     assert not engine._open
+
+
+def test_steps_without_progress_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is preempted after every chunk computes the same positions for ever: steps finish, nothing moves."""
+    executor = ScriptedExecutor(delay_s=0.005, max_rows=16)
+    engine = make_engine(executor, step_deadline_s=0.2, enable_prefix_caching=False)
+    run = engine._cycle.run
+
+    def thrash() -> Any:
+        deliveries = run()
+        for sequence in list(engine._scheduler.running):
+            engine._scheduler.preempt(sequence)
+        return deliveries
+
+    monkeypatch.setattr(engine._cycle, "run", thrash)
+    engine.submit(make_request("a", list(range(2, 42)), max_tokens=2))
+    engine.start()
+    _wait_for(lambda: engine.check_health() is not None)
+    said = str(engine.check_health())
+    assert "steps finish without any progress" in said and "limit 0.2 s" in said and "1 requests are open" in said
+    assert engine.stats().steps > 20, "the steps themselves went on"
+    assert engine.shutdown(0.0)
+
+
+def test_a_long_prompt_is_progress() -> None:
+    """80 chunks of 5 ms are longer than the deadline, and every one of them moves something."""
+    engine = make_engine(ScriptedExecutor(delay_s=0.005, max_rows=16, num_pages=512, max_positions=2048), step_deadline_s=0.2)
+    got: list[Emission] = []
+    engine.submit(make_request("a", [2 + i % 40 for i in range(1280)], max_tokens=2, ignore_eos=True), got.append)
+    engine.start()
+    began, ill = time.monotonic(), []
+    while not finishes(got):
+        ill.append(engine.check_health())
+        time.sleep(0.002)
+    assert time.monotonic() - began > 0.3 and not any(ill)
+    assert engine.shutdown(1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,17 @@ class Heard:
     def __init__(self) -> None:
         self.gaps: list[float | None] = []
         self.ends: list[str | None] = []
+        self.ended_with: list[int] = []
 
     def emitted(self, record: ChoiceRecord, emission: Emission, since_last_s: float | None) -> None:
         self.gaps.append(since_last_s)
 
     def finished(self, record: ChoiceRecord, now_s: float) -> None:
         self.ends.append(record.finish)
+
+    def ended(self, records: Sequence[ChoiceRecord]) -> None:
+        self.ended_with.append(len(records))
+        assert all(record.finish is not None for record in records)
 
 
 def make(engine: Engine, choices: int = 1, limits: Limits | None = None) -> tuple[Generation, Heard]:
@@ -69,7 +74,7 @@ def test_order_is_kept_and_the_end_is_the_last_choice() -> None:
         for k in range(50):
             engine.callbacks[k % 2](token(str(k), "stop" if k > 47 else None))
         assert await texts(generation) == [(k % 2, str(k)) for k in range(50)]
-        assert heard.ends == ["stop", "stop"]
+        assert heard.ends == ["stop", "stop"] and heard.ended_with == [2], "told once, after the last"
         assert heard.gaps[:2] == [None, None]
         assert engine.aborted == []
 
@@ -158,7 +163,7 @@ def test_a_failure_is_raised_after_what_came_before_it() -> None:
                 seen += [e.text for _, e in batch]
         assert seen == ["a", ""]
         assert engine.aborted == ["r0"]
-        assert heard.ends == ["error", "error"]
+        assert heard.ends == ["error", "error"] and heard.ended_with == [2]
 
     run(test)
 
@@ -170,7 +175,7 @@ def test_a_refusal_withdraws_those_before_it() -> None:
         with pytest.raises(RuntimeError, match="full"):
             generation.submit()
         assert engine.aborted == ["r0", "r1"]
-        assert heard.ends == [], "nothing began, so nothing ended"
+        assert heard.ends == heard.ended_with == [], "nothing began, so nothing ended"
 
     run(test)
 

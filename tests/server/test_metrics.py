@@ -8,7 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.stats import BudgetStep, EngineStats
-from server.metrics import Metrics
+from runtime.types import Emission
+from server.metrics import VLLM, Metrics
+from server.record import ChoiceRecord
 
 WANTED = [
     "num_requests_running",
@@ -31,6 +33,12 @@ WANTED = [
     "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count",
     "e2e_request_latency_seconds_count",
+    "request_queue_time_seconds_count",
+    "request_prefill_time_seconds_count",
+    "request_decode_time_seconds_count",
+    "request_inference_time_seconds_count",
+    "request_max_num_generation_tokens_count",
+    "request_prefill_kv_computed_tokens_count",
     "request_prompt_tokens_count",
     "request_generation_tokens_count",
     "request_params_n_count",
@@ -60,7 +68,9 @@ def test_every_name_is_there_under_every_prefix_asked_for(prefix: str, prefixes:
         for one in prefixes:
             assert all(sample.labels["model_name"] == "m" for sample in found[f"{one}:{name}"])
     assert ("runtime:kv_pages" in found) == ("runtime" in prefixes)
-    assert "vllm:kv_pages" not in found, "no name that vLLM does not have"
+    ours = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
+    stems = {name.removesuffix("_total") for name in ours} - {f"{n}{end}" for n in VLLM for end in ("_bucket", "_count", "_sum")}
+    assert stems <= VLLM, f"no name that vLLM does not have: {stems - VLLM}"
     assert not any(name.endswith("_created") for name in found)
 
 
@@ -108,3 +118,35 @@ def test_times_are_observed_once_a_choice(start_server: Any) -> None:
     assert server.client.metric("vllm:request_generation_tokens_sum") == 8
     assert server.client.metric("vllm:request_params_n_sum") == 2
     assert server.client.metric("vllm:request_success_total") == 2
+
+
+def test_times_of_a_request_add_up() -> None:
+    """Arrived at 10, a seat at 12, first token at 15, last at 21."""
+    metrics = watched("both")
+    made = ChoiceRecord(prompt_tokens=30, submitted_s=10.0)
+    for at, tokens in ((15.0, (1,)), (18.0, (1, 2)), (21.0, (1, 2, 3))):
+        made.observe(Emission("x", tokens, "", cached_tokens=16, admitted_s=12.0), at)
+    metrics.finished(made, 21.0)
+    never = ChoiceRecord(prompt_tokens=5, submitted_s=10.0)
+    never.observe(Emission("y", (), "", finish="abort"), 30.0)
+    metrics.finished(never, 30.0)
+    metrics.ended([made, never])
+    sums = {
+        name: values[0].value for name, values in samples(metrics.render()).items() if name.startswith("vllm:") and name.endswith("_sum")
+    }
+    parts = {"queue": 2.0, "prefill": 3.0, "decode": 6.0, "inference": 9.0}
+    assert {part: sums[f"vllm:request_{part}_time_seconds_sum"] for part in parts} == parts
+    assert sums["vllm:request_prefill_kv_computed_tokens_sum"] == 14 and sums["vllm:request_max_num_generation_tokens_sum"] == 6
+    assert sums["vllm:request_time_per_output_token_seconds_sum"] == 6.0 / 5
+    counts = {name: values[0].value for name, values in samples(metrics.render()).items() if name.endswith("_count")}
+    assert counts["vllm:e2e_request_latency_seconds_count"] == 2 and counts["vllm:request_queue_time_seconds_count"] == 1
+
+
+def test_experts_and_the_threshold_are_shown() -> None:
+    stats = EngineStats(experts_total=8)
+    for rows, ms in ((1, 1.0), (2, 1.9), (4, 2.0)):
+        for _ in range(10):
+            stats.count_step(rows, rows, ms / 1e3, 4.5)
+    found = {name: values[0].value for name, values in samples(watched("runtime", stats).render()).items()}
+    assert (found["runtime:experts_hit"], found["runtime:experts"], found["runtime:threshold_rows"]) == (4.5, 8, 2)
+    assert found["runtime:step_experts_total"] == 4.5 * 30 and found["runtime:experts_counted_steps_total"] == 30

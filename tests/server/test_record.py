@@ -64,3 +64,14 @@ def test_steps_without_drafts_do_not_divide_by_zero() -> None:
     found = speculation_of([record((1, 0, 0))], 7, "summary")
     assert found is not None
     assert found["draft_acceptance_rate"] == 0.0
+
+
+def test_experts_and_ranks_are_of_the_steps_that_had_them() -> None:
+    made = record((1, None, 0))
+    for accepted, ranks, experts in ((2, (0, 2), 5.0), (0, (), 0.0), (1, (0,), 6.0)):
+        made.observe(Emission("x", (1,), "", accepted=accepted, drafted=4, ranks=ranks, experts=experts), 9.0)
+    found = speculation_of([made], 7, "summary")
+    assert found is not None
+    assert found["accepted_rank_histogram"] == [2, 0, 1] and sum(found["accepted_rank_histogram"]) == found["num_accepted_draft_tokens"]
+    assert found["unique_experts_per_step"] == 5.5, "the step that did not count them is left out"
+    assert (speculation_of([record((1, 0, 4))], 7, "summary") or {})["unique_experts_per_step"] is None

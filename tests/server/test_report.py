@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def busy(times: int) -> EngineStats:
-    stats = EngineStats(running=2, waiting=1, pages_total=10, pages_used=4)
+    stats = EngineStats(running=2, waiting=1, pages_total=10, pages_used=4, experts_total=8)
     for _ in range(times):
-        stats.count_step(16, 10, 0.02)
+        stats.count_step(16, 10, 0.02, 6.0)
         stats.count_draft(4, 2)
         stats.generation_tokens += 3
         stats.prompt_tokens += 1
@@ -60,6 +60,26 @@ def test_the_lines_say_what_happened_in_the_interval() -> None:
     now[0] = busy(26)
     now[0].preemptions = 3
     assert "Preempted: 3 reqs" in report.lines(20.0)[0]
+
+
+def test_experts_and_the_threshold_are_said() -> None:
+    now = [EngineStats(experts_total=64)]
+    report = EngineReport(lambda: now[0], 0.0)
+
+    def grown(hit: float, flat: bool) -> EngineStats:
+        stats = EngineStats(experts_total=64)
+        for rows, ms in ((16, 2.0), (32, 3.9), (64, 4.0 if flat else 7.7)):
+            for _ in range(10):
+                stats.count_step(rows, rows, ms / 1e3, hit)
+        return stats
+
+    now[0] = grown(48.0, True)
+    [line] = report.lines(10.0)
+    assert "Distinct experts: 48.0 of 64 (75%), Threshold: M 32 (now at 1.17 of it)" in line, "112 / 3 rows a step"
+    report = EngineReport(lambda: EngineStats(), 0.0)
+    report._read_stats = lambda: grown(0.0, False)
+    [line] = report.lines(10.0)
+    assert "experts" not in line and "Threshold" not in line
 
 
 def test_chosen_budgets_have_a_line() -> None:
@@ -134,6 +154,7 @@ def test_the_view_shows_rates_of_two_scrapes(prefix: Any) -> None:
     if prefix != "vllm":
         assert re.search(r"M ≤ 16 +25 steps +20\.0 ms", shown)
         assert "4 of 10" in shown
+        assert re.search(r"experts +6\.0 +of 8 a layer, 6\.0 on average", shown)
 
 
 def test_sparks() -> None:
