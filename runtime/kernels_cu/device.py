@@ -6,12 +6,15 @@ GPU-unverified: `CupyDevice` has not yet run on a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.kernels_cu._build import build
 from runtime.kernels_cu._call import Call
 from runtime.kernels_cu._launch import Function, load
 from runtime.types import Array
+
+if TYPE_CHECKING:
+    from runtime.kernels_cu.linear_lt import Lt, Product
 
 ALIGNMENT = 256  # bytes, of every allocation
 
@@ -54,6 +57,10 @@ class Device(Protocol):
     def prepare(self, call: Call, functions: Mapping[str, Any], keep: tuple[Any, ...] = ()) -> Runnable:
         """The launch of a call; keep: what must live as long as it."""
 
+    def multiply(self, product: Product, w: int, x: int, out: int, *, invariant: bool = False, keep: tuple[Any, ...] = ()) -> Runnable:
+        """A product of any number of rows by the device's library, prepared: addresses of its A, B and D. invariant: by the
+        algorithm that serves all numbers of rows of these weights. Preparing may run it, so not in a capture."""
+
     def synchronize(self) -> None:
         """Waits for the stream."""
 
@@ -75,6 +82,7 @@ class CupyDevice:
         self.stream = int(self._stream.ptr)
         self._held: dict[int, Any] = {}
         self._functions: dict[tuple[Any, ...], Mapping[str, Function]] = {}
+        self._lt: Lt | None = None
 
     def alloc(self, nbytes: int) -> int:
         memory = self._cupy.cuda.alloc(max(nbytes, 1))
@@ -110,6 +118,13 @@ class CupyDevice:
 
     def prepare(self, call: Call, functions: Mapping[str, Function], keep: tuple[Any, ...] = ()) -> Runnable:
         return call.launch(functions, keep)
+
+    def multiply(self, product: Product, w: int, x: int, out: int, *, invariant: bool = False, keep: tuple[Any, ...] = ()) -> Runnable:
+        if self._lt is None:
+            from runtime.kernels_cu.linear_lt import open_lt
+
+            self._lt = open_lt(self)
+        return self._lt.prepare(product, w, x, out, invariant=invariant, keep=keep)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -8,13 +8,17 @@ Grids are fixed for a bucket; how many experts and rows there are is read from d
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.kernels_cu._build import build
+from runtime.kernels_cu._call import Call, blocks, f32, i32, ptr
 from runtime.kernels_cu._launch import Function, Launch, load
 from runtime.kernels_cu.moe_config import Config, Dims
 
+SOURCE, ENTRIES = "moe_w4.cu", ("moe_w4", "moe_combine", "moe_pack")
+ROUTE_SOURCE, ROUTE_ENTRIES = "moe_route.cu", ("moe_sort", "moe_route_sort")
 SORT_THREADS = 512
 ALONE_TOKENS = 16  # what one block routes, a warp a token, without waiting for others
 ROUTE_TOKENS = 4  # a block of several: one warp a scheduler, which issue alone bounds
@@ -84,7 +88,7 @@ def most_octets(dims: Dims) -> int:
     return hit + (choices - hit) // 8
 
 
-def fill_params(dims: Dims, config: Config, at: dict[str, int], exponents: tuple[int, int]) -> tuple[Params, Sorted]:
+def fill_params(dims: Dims, config: Config, at: Mapping[str, int], exponents: tuple[int, int]) -> tuple[Params, Sorted]:
     """The kernels' arguments. at: address by name: w13, w2, x, weight and every array of `workspace_bytes`."""
     inputs, rows = (at["packed"] if config.wgmma else at["x"], at["hidden"]), (config.rows13, config.rows2)
     phases = [
@@ -116,6 +120,12 @@ def route_defines(experts: int) -> dict[str, int]:
     return {"MAX_EXPERTS": -(-experts // 128) * 128}
 
 
+def check_resident(config: Config, resident: int) -> None:
+    """Raises ValueError where an SM holds fewer blocks than are launched: one that waits for one not yet there would stall."""
+    if resident < config.blocks:
+        raise ValueError(f"{config}: only {resident} blocks an SM are resident, {config.blocks} are launched")
+
+
 @dataclass(slots=True)
 class Kernels:
     """The loaded functions of one configuration."""
@@ -129,46 +139,43 @@ class Kernels:
 def build_kernels(dims: Dims, config: Config, arch: str = "sm_90a") -> Kernels:
     """Compiles and loads what `layer_launches` needs. Needs a GPU; `_build.build` alone does not."""
     config.check(dims, arch)
-    functions = load(build("moe_w4.cu", config.defines(), arch).code, ("moe_w4", "moe_combine", "moe_pack"))
-    functions |= load(build("moe_route.cu", route_defines(dims.E), arch).code, ("moe_sort", "moe_route_sort"))
-    resident = functions["moe_w4"].blocks_per_sm(config.threads, config.smem_bytes())
-    if resident < config.blocks:  # a block that waits for one not yet resident would stall the layer
-        raise ValueError(f"{config}: only {resident} blocks an SM are resident, {config.blocks} are launched")
+    functions = load(build(SOURCE, config.defines(), arch).code, ENTRIES)
+    functions |= load(build(ROUTE_SOURCE, route_defines(dims.E), arch).code, ROUTE_ENTRIES)
+    check_resident(config, functions["moe_w4"].blocks_per_sm(config.threads, config.smem_bytes()))
     return Kernels(dims, config, arch, functions)
 
 
-def layer_launches(
-    kernels: Kernels, at: dict[str, int], exponents: tuple[int, int], sms: int, scale: float = 1.0, keep: tuple[Any, ...] = ()
-) -> list[Launch]:
-    """The launches of one layer, in order.
+def layer_calls(
+    dims: Dims, config: Config, at: Mapping[str, int], exponents: tuple[int, int], sms: int, scale: float = 1.0
+) -> list[tuple[str, Call]]:
+    """The launches of one layer, in order, each with the source it is built from (`defines`).
 
     at: addresses by name as in `fill_params`, and expert, base (0: none), out; with logits (bias, live: 0 for none)
     routing is part of it, otherwise expert and weight are inputs.
     """
-    dims, config, f = kernels.dims, kernels.config, kernels.functions
     params, work = fill_params(dims, config, at, exponents)
-    ptr, i32 = ctypes.c_void_p, ctypes.c_int
     if "logits" in at:
-        first = Launch(
-            f["moe_route_sort"], (1 if dims.M <= ALONE_TOKENS else -(-dims.M // ROUTE_TOKENS), 1, 1), (SORT_THREADS, 1, 1), 0,
-            (ptr(at["logits"]), ptr(at["bias"]), ptr(at["live"]), ptr(at["expert"]), ptr(at["weight"]), ctypes.c_float(scale),
-             i32(dims.M), i32(dims.E), i32(dims.top_k), work), keep=keep,
-        )  # fmt: skip
+        tokens = (ptr(at["logits"]), ptr(at["bias"]), ptr(at["live"]), ptr(at["expert"]), ptr(at["weight"]))
+        grid = (1 if dims.M <= ALONE_TOKENS else blocks(dims.M, ROUTE_TOKENS), 1, 1)
+        numbers = (f32(scale), i32(dims.M), i32(dims.E), i32(dims.top_k))
+        first = Call("moe_route_sort", grid, SORT_THREADS, 0, (*tokens, *numbers, work))
     else:
-        first = Launch(
-            f["moe_sort"], (1, 1, 1), (SORT_THREADS, 1, 1), 0,
-            (ptr(at["expert"]), ptr(at["weight"]), i32(dims.M * dims.top_k), i32(dims.E), work), keep=keep,
-        )  # fmt: skip
-    main = Launch(f["moe_w4"], (sms * config.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(), (params,), keep=keep)
-    last = Launch(
-        f["moe_combine"], (-(-dims.H // 1024), dims.M, 1), (128, 1, 1), 0,
-        (ptr(at["part"]), ptr(at["expert"]), ptr(at["base"]), ptr(at["out"]), i32(dims.top_k), i32(config.splits), i32(dims.H)), keep=keep,
-    )  # fmt: skip
+        arguments = (ptr(at["expert"]), ptr(at["weight"]), i32(dims.M * dims.top_k), i32(dims.E), work)
+        first = Call("moe_sort", (1, 1, 1), SORT_THREADS, 0, arguments)
+    main = Call("moe_w4", (sms * config.blocks, 1, 1), config.threads, config.smem_bytes(), (params,))
+    slices = blocks(dims.H, 1024)  # 8 numbers a thread; of moe_pack 8 pieces, all in flight
+    sums = (ptr(at["part"]), ptr(at["expert"]), ptr(at["base"]), ptr(at["out"]), i32(dims.top_k), i32(config.splits), i32(dims.H))
+    last = Call("moe_combine", (slices, dims.M, 1), 128, 0, sums)
     if not config.wgmma:
-        return [first, main, last]
-    slices = -(-dims.H // 1024)  # 8 pieces a thread, all in flight
-    pack = Launch(
-        f["moe_pack"], (slices, most_octets(dims), 1), (128, 1, 1), 0,
-        (ptr(at["x"]), ptr(at["rows"]), ptr(at["octets"]), ptr(at["packed"]), i32(dims.top_k), i32(dims.H)), keep=keep,
-    )  # fmt: skip
-    return [first, pack, main, last]
+        return [(ROUTE_SOURCE, first), (SOURCE, main), (SOURCE, last)]
+    rows = (ptr(at["x"]), ptr(at["rows"]), ptr(at["octets"]), ptr(at["packed"]), i32(dims.top_k), i32(dims.H))
+    pack = Call("moe_pack", (slices, most_octets(dims), 1), 128, 0, rows)
+    return [(ROUTE_SOURCE, first), (SOURCE, pack), (SOURCE, main), (SOURCE, last)]
+
+
+def layer_launches(
+    kernels: Kernels, at: Mapping[str, int], exponents: tuple[int, int], sms: int, scale: float = 1.0, keep: tuple[Any, ...] = ()
+) -> list[Launch]:
+    """`layer_calls` on the current device."""
+    calls = layer_calls(kernels.dims, kernels.config, at, exponents, sms, scale)
+    return [call.launch(kernels.functions, keep) for _, call in calls]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +21,8 @@ from runtime.ops import OPS
 from runtime.shapes import bind, parse
 from runtime.types import Array
 from runtime.w4 import W4
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Recorder:
         self.routing: Routing | None = None  # between a route and its moe_w4
         self.planned: tuple[Any, ...] | None = None  # the attention plan that this recording holds
         self._alive: DeviceArray | None = None
+        self._choices: dict[Any, Any] = {}
         self._op: tuple[str, Mapping[str, int]] = ("", {})
 
     # ------------------------------------------------------------ memory
@@ -161,6 +164,13 @@ class Recorder:
         if not address:
             raise ValueError(f"{self._op[0]}: recording(live=…) names no count of {name}")
         return address
+
+    def choose(self, key: tuple[Any, ...], choice: Callable[[], T]) -> T:
+        """The configuration for a key (family and shape): chosen once, for 61 layers ask."""
+        if key not in self._choices:
+            self._choices[key] = choice()
+        made: T = self._choices[key]
+        return made
 
     def launch(self, call: Call, functions: Mapping[str, Any], keep: tuple[Any, ...] = ()) -> None:
         self.append(self.device.prepare(call, functions, keep))

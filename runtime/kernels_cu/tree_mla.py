@@ -9,13 +9,17 @@ Grids are fixed for a bucket; lengths, rows and splits are found on the device. 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 from runtime.kernels_cu._build import build
+from runtime.kernels_cu._call import Call
 from runtime.kernels_cu._launch import Function, Launch, load
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
+
+SOURCE, ENTRIES = "tree_mla.cu", ("tree_mla_plan", "tree_mla")
 
 
 class Params(ctypes.Structure):
@@ -49,7 +53,7 @@ def workspace_bytes(dims: Dims, config: Config, blocks: int) -> dict[str, int]:
     }
 
 
-def fill_params(dims: Dims, config: Config, at: dict[str, int], scale: float, blocks: int) -> tuple[PlanParams, Params]:
+def fill_params(dims: Dims, config: Config, at: Mapping[str, int], scale: float, blocks: int) -> tuple[PlanParams, Params]:
     """The kernels' arguments. at: address by name: q, cache, pages, ancestors, out, ctx, row0, seq and `workspace_bytes`."""
     tiles, room = most_tiles(dims, config), slot_room(dims, config, blocks)
     plan = PlanParams(
@@ -61,6 +65,12 @@ def fill_params(dims: Dims, config: Config, at: dict[str, int], scale: float, bl
         *(at[name] for name in names), dims.page_size, dims.pages_each, dims.words, dims.M * dims.heads - 1, box, scale * 1.4426950408889634
     )  # fmt: skip
     return plan, params
+
+
+def check_resident(config: Config, resident: int) -> None:
+    """Raises ValueError where no block fits an SM. Blocks wait for one another's partials: all, one an SM, must run at once."""
+    if resident < 1:
+        raise ValueError(f"{config}: a block of {config.threads} threads and {config.smem_bytes()} bytes does not fit an SM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +86,35 @@ class Kernels:
 def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
     """Compiles and loads what the launches need. Needs a GPU; `_build.build` alone does not."""
     config.check(dims, arch)
-    functions = load(build("tree_mla.cu", config.defines(dims.heads), arch).code, ("tree_mla_plan", "tree_mla"))
-    resident = functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes())
-    if resident < 1:  # blocks wait for one another's partials: all must run at once
-        raise ValueError(f"{config}: a block of {config.threads} threads and {config.smem_bytes()} bytes does not fit an SM")
+    functions = load(build(SOURCE, config.defines(dims.heads), arch).code, ENTRIES)
+    check_resident(config, functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes()))
     return Kernels(dims, config, sms, functions)
 
 
-def plan_launch(kernels: Kernels, at: dict[str, int], keep: tuple[Any, ...] = ()) -> Launch:
-    """Lists the step's items: once, before the first layer."""
-    plan, _ = fill_params(kernels.dims, kernels.config, at, 1.0, kernels.blocks)
-    return Launch(kernels.functions["tree_mla_plan"], (1, 1, 1), (256, 1, 1), 0, (plan,), keep=keep)
+def plan_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int]) -> Call:
+    """Lists the step's items: once, before the first layer. at: as in `fill_params`; what a layer alone needs may be 0."""
+    plan, _ = fill_params(dims, config, at, 1.0, blocks)
+    return Call("tree_mla_plan", (1, 1, 1), 256, 0, (plan,))
 
 
-def layer_launch(kernels: Kernels, at: dict[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = ()) -> Launch:
+def layer_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float, slots: int = 0) -> Call:
     """One layer's attention. slots: cache rows S, for the copy engine's bounds (wgmma)."""
-    dims, config = kernels.dims, kernels.config
-    _, params = fill_params(dims, config, at, scale, kernels.blocks)
+    _, params = fill_params(dims, config, at, scale, blocks)
     arguments: tuple[Any, ...] = (params,)
     if config.wgmma:
         boxes = ((at["cache"], slots, params.box_keys), (at["q"], dims.M * dims.heads, config.columns))
         arguments += tuple(tensor_map(*box) for box in boxes)
-    return Launch(kernels.functions["tree_mla"], (kernels.blocks, 1, 1), (config.threads, 1, 1), config.smem_bytes(), arguments, keep=keep)
+    return Call("tree_mla", (blocks, 1, 1), config.threads, config.smem_bytes(), arguments)
+
+
+def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] = ()) -> Launch:
+    """`plan_call` on the current device."""
+    return plan_call(kernels.dims, kernels.config, kernels.blocks, at).launch(kernels.functions, keep)
+
+
+def layer_launch(kernels: Kernels, at: Mapping[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = ()) -> Launch:
+    """`layer_call` on the current device."""
+    return layer_call(kernels.dims, kernels.config, kernels.blocks, at, scale, slots).launch(kernels.functions, keep)
 
 
 def tensor_map(address: int, rows: int, box_rows: int) -> Any:

@@ -1,0 +1,61 @@
+"""Attention over the latent cache, as launches: the step's list of items before the first layer, then one launch a layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from runtime.kernels_cu import tree_mla as family
+from runtime.kernels_cu.array import DeviceArray
+from runtime.kernels_cu.recorder import Recorder, op
+from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, default_config
+
+_INVARIANT_ROWS, _INVARIANT_STREAMS = 64, 8  # for these the one configuration of an invariant backend is chosen
+_SPLITS, _LEAST_TILES = 64, 8  # its ranges of keys: at most so many of the longest sequence, and none shorter
+
+
+@op
+def tree_mla(
+    r: Recorder,
+    q: DeviceArray,
+    cache: DeviceArray,
+    pages: DeviceArray,
+    page_size: int,
+    ctx: DeviceArray,
+    row0: DeviceArray,
+    seq: DeviceArray,
+    pos: DeviceArray,
+    slot: DeviceArray,
+    ancestors: DeviceArray,
+    scale: float,
+    *,
+    out: DeviceArray,
+) -> None:
+    """Node j of a sequence lies at position ctx + j of its pages, the plan's rule, so pos and slot are not read."""
+    if (q.shape[2], out.shape[2]) != (WIDTH, VALUE):
+        raise ValueError(
+            f"tree_mla: keys of {q.shape[2]} and values of {out.shape[2]} numbers; the kernel is built for {WIDTH} and {VALUE}"
+        )
+    dims = Dims(len(q), len(ctx), q.shape[1], pages.shape[1] * page_size, page_size, ancestors.shape[1])
+    config = r.choose(("tree_mla", dims), lambda: _config(r, dims))
+    functions = r.device.functions(family.SOURCE, config.defines(dims.heads), family.ENTRIES)
+    family.check_resident(config, r.device.resident(functions["tree_mla"], config.threads, config.smem_bytes()))
+    blocks = r.device.sms
+    at = r.scratch("tree_mla", family.workspace_bytes(dims, config, blocks))
+    at |= {"q": q.flat, "cache": cache.flat, "pages": pages.flat, "ancestors": ancestors.flat, "out": out.flat}
+    at |= {"ctx": ctx.flat, "row0": row0.flat, "seq": seq.flat}
+    plan = (dims, *(at[name] for name in ("ctx", "row0", "seq", "items")))
+    if r.planned != plan:
+        r.launch(family.plan_call(dims, config, blocks, at), functions)
+        r.planned = plan
+    r.launch(family.layer_call(dims, config, blocks, at, scale, len(cache)), functions)
+
+
+def _config(r: Recorder, dims: Dims) -> Config:
+    dims.check()
+    if not r.invariant:
+        return default_config(dims, r.device.arch, r.hw)
+    chunk = max(_LEAST_TILES, -(-dims.keys // (TILE * _SPLITS)))
+    one = replace(dims, M=_INVARIANT_ROWS, B=_INVARIANT_STREAMS, words=1)
+    config = default_config(one, r.device.arch, r.hw, chunk=chunk)
+    config.check(dims, r.device.arch)
+    return config

@@ -1,0 +1,61 @@
+"""Products, as launches: to 16 rows a kernel that streams the weights, above them the device's library.
+
+A library's product writes garbage where a row is dead; nothing reads that. With `invariant` every product is the library's, by
+the algorithm that it has for all numbers of rows, for the kernel's order of summation is another.
+"""
+
+from __future__ import annotations
+
+from runtime.kernels_cu import linear_skinny, mla_prep
+from runtime.kernels_cu.array import DeviceArray
+from runtime.kernels_cu.linear_lt import describe
+from runtime.kernels_cu.linear_skinny import CHUNK, FRAG_ROWS, MOST_ROWS, Dims
+from runtime.kernels_cu.recorder import Recorder, op
+
+_ROPE = mla_prep.Config()  # the build that query_rope comes from; its own launch does not depend on it
+
+
+def record_product(r: Recorder, dims: Dims, *, x: int, w: int, out: int, float_out: bool = False, seq: int = 0) -> None:
+    """out [M, heads, N] = x [M, heads, K] w [heads, N, K]^T; addresses; seq: marks of dead rows, 0: none is."""
+    if r.invariant or not _is_skinny(dims):
+        strides = {"x_row": dims.x_row, "out_row": dims.out_row, "x_head": dims.x_head, "out_head": dims.out_head}
+        product = describe(dims.M, dims.N, dims.K, heads=dims.heads, float_out=float_out, **strides)
+        r.append(r.device.multiply(product, w, x, out, invariant=r.invariant))
+        return
+    config = r.choose(("linear", dims), lambda: linear_skinny.default_config(dims, r.hw, r.device.arch))
+    at = r.scratch("linear", linear_skinny.workspace_bytes(dims, config))
+    call = linear_skinny.call(config, dims, at | {"w": w, "x": x, "out": out, "seq": seq}, float_out)
+    r.launch(call, r.device.functions(linear_skinny.SOURCE, config.defines(), linear_skinny.ENTRIES))
+
+
+def _is_skinny(dims: Dims) -> bool:
+    """Whether the kernel takes it: few rows, and sizes that need no padding (a router of 8 experts would)."""
+    return dims.M <= MOST_ROWS and dims.N % FRAG_ROWS == 0 and dims.K % CHUNK == 0
+
+
+@op
+def linear(r: Recorder, x: DeviceArray, w: DeviceArray, *, out: DeviceArray) -> None:
+    dims = Dims.plain(len(x), *w.shape)
+    record_product(r, dims, x=x.flat, w=w.flat, out=out.flat, seq=r.alive(dims.M))
+
+
+@op
+def linear_f32(r: Recorder, x: DeviceArray, w: DeviceArray, *, out: DeviceArray) -> None:
+    """Its rows are those of a selection, so the bucket's marks of dead rows do not apply: a row beyond the live ones is garbage."""
+    record_product(r, Dims.plain(len(x), *w.shape), x=x.flat, w=w.flat, out=out.flat, float_out=True)
+
+
+@op
+def mla_query(r: Recorder, q: DeviceArray, w_uk: DeviceArray, pos: DeviceArray, cos_sin: DeviceArray, *, out: DeviceArray) -> None:
+    (m, heads, _), (_, latent, nope), rope = out.shape, w_uk.shape, cos_sin.shape[1]
+    alive = r.alive(m)
+    record_product(r, Dims.absorb(m, heads, nope, rope, latent), x=q.flat, w=w_uk.flat, out=out.flat, seq=alive)
+    dims = mla_prep.Dims(M=m, A=heads, Q=8, L=latent, R=rope, N=nope)  # Q is the latent's
+    call = mla_prep.query_rope(dims, q=q.flat, cos_sin=cos_sin.flat, pos=pos.flat, out=out.flat, seq=alive)
+    r.launch(call, r.device.functions(mla_prep.SOURCE, _ROPE.defines(), mla_prep.ENTRIES))
+
+
+@op
+def mla_value(r: Recorder, u: DeviceArray, w_uv: DeviceArray, *, out: DeviceArray) -> None:
+    (m, heads, latent), width = u.shape, w_uv.shape[1]
+    record_product(r, Dims.value(m, heads, latent, width), x=u.flat, w=w_uv.flat, out=out.flat, seq=r.alive(m))
