@@ -16,7 +16,7 @@ import numpy as np
 from runtime.config import EngineConfig
 from runtime.cycle import Cycle, Delivery
 from runtime.env import load_env
-from runtime.executor import Executor
+from runtime.executor import Executor, Watched
 from runtime.nvtx import find_ranges
 from runtime.pages import PagePool
 from runtime.scheduler import Scheduler
@@ -90,6 +90,7 @@ class Engine:
             max_len=self.max_model_len,
             last_draftable=limits.max_positions - 1 - limits.draft_depth,
         )
+        self._watched = executor if isinstance(executor, Watched) else None
         self._cycle = Cycle(executor, speculator or NoSpeculation(), self._scheduler, config, self._stats)
         self._wake = threading.Condition()  # guards the five fields below
         self._open: dict[str, Sequence] = {}
@@ -194,6 +195,8 @@ class Engine:
         """
         if self.dead is not None:
             return f"{ENGINE_FAILED}: {type(self.dead).__name__}"
+        if self._watched is not None and (trouble := self._watched.trouble()) is not None:
+            return f"{ENGINE_FAILED}: {trouble}"
         with self._wake:
             if not self._open:
                 return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from runtime.types import DraftLogits, DraftPlan, StepPlan, StepResult
 from runtime.worker import Limits
@@ -25,3 +25,11 @@ class Executor(Protocol):
     def draft(self, plan: DraftPlan) -> DraftLogits: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An executor that may fail between steps too: other processes run parts of it."""
+
+    def trouble(self) -> str | None:
+        """Why no further step can succeed, or None."""

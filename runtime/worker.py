@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,13 +108,3 @@ class Worker:
 
     def close(self) -> None:
         self._taps = None
-
-
-def check_ranks_agree(results: Sequence[StepResult]) -> None:
-    """Raises RuntimeError if ranks drew different tokens: their sums must have had different bits."""
-    for rank, result in enumerate(results[1:], 1):
-        if not np.array_equal(result.target, results[0].target):
-            at = int(np.flatnonzero(result.target != results[0].target)[0])
-            raise RuntimeError(
-                f"rank {rank} drew token {int(result.target[at])} at output row {at}, rank 0 drew {int(results[0].target[at])}"
-            )

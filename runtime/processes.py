@@ -1,0 +1,252 @@
+"""Ranks as processes: rank 0 is this one and schedules, every other follows its plans in a process of its own.
+
+    rank 0    pack the plan ─▶ ring        run it ◀─ collectives ─▶        ◀─ answers: the tokens' checksums
+    others             ring ─▶ unpack      run it ◀─ collectives ─▶ answer
+
+The plan is published before rank 0 prepares its own inputs. Nobody broadcasts tokens: ranks that sum in rank order draw the
+same ones, and every step says so or fails.
+
+A rank that ends, however it ends, is noticed by the thread that started it; that thread says so in the shared block, so
+whoever waits there raises. Rank 0's end ends the others (Linux: PR_SET_PDEATHSIG). Nothing is left in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from runtime.executor import Executor
+from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan, unpack_draft, unpack_plan
+from runtime.ring import DRAFT, STEP, STOP, PlanRing
+from runtime.shared import LINE, PeerLost, SharedBlock, Watch
+from runtime.shared_comm import SharedComm
+from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
+from runtime.worker import Limits
+
+STOP_S = 5.0  # that ranks have to end when told to
+
+
+class RankFailed(RuntimeError):
+    """A rank ended, failed or fell silent; the group is of no use any more."""
+
+
+class RankEvent(NamedTuple):
+    """What became of a rank: it is ready (its model is loaded), or it has ended, and why."""
+
+    rank: int
+    ended: bool
+    why: str = ""
+
+
+class Peers(Protocol):
+    """Ranks 1 and up, wherever they run on this host. All calls come from one thread, which lives as long as they do."""
+
+    def start(self, block_path: str) -> None:
+        """Starts all of them; each opens the block, loads, and calls `follow`."""
+
+    def events(self) -> Sequence[RankEvent]:
+        """What has happened since the last call; returns within about 0.2 s."""
+
+    def kill(self) -> None:
+        """Ends those that still run, at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a group meet in their block: one line to say who is gone, the ring, the collectives' places.
+
+    All ranks make theirs from the same numbers.
+    """
+
+    world: int
+    plan: PlanLayout
+    draft: DraftLayout
+    deadline_s: float
+    spin_s: float = 0.0
+
+    @property
+    def record_bytes(self) -> int:
+        return max(self.plan.nbytes, self.draft.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return LINE + self._ring_bytes + SharedComm.nbytes(self.world)
+
+    @property
+    def _ring_bytes(self) -> int:
+        return PlanRing.nbytes(self.record_bytes, self.world - 1)
+
+    def watch(self, block: SharedBlock) -> Watch:
+        return Watch(block, 0, self.deadline_s, self.spin_s)
+
+    def ring(self, block: SharedBlock) -> PlanRing:
+        return PlanRing(block, LINE, self.record_bytes, self.world - 1, self.watch(block))
+
+    def comm(self, block: SharedBlock, rank: int) -> SharedComm:
+        return SharedComm(rank, self.world, block, LINE + self._ring_bytes, self.watch(block))
+
+
+def follow(worker: Executor, meeting: Meeting, block: SharedBlock, rank: int) -> None:
+    """Executes rank 0's plans until it says stop. Raises PeerLost if a rank is gone, and what the worker raises."""
+    ring = meeting.ring(block)
+    while True:
+        kind, record = ring.next()
+        answer = 0
+        if kind == STOP:
+            ring.finish(rank - 1)
+            return
+        if kind == STEP:
+            answer = checksum(worker.step(unpack_plan(record, meeting.plan)).target)
+        else:
+            worker.draft(unpack_draft(record, meeting.draft))
+        ring.finish(rank - 1, answer)
+
+
+def checksum(tokens: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(tokens).tobytes())
+
+
+class ProcessRanks:
+    """An executor over rank 0 here and `peers` elsewhere.
+
+    make_worker(comm) loads rank 0's share while the others load theirs. Raises RankFailed with the cause if one of them can not.
+    A rank that ends later makes the step under way, every later one and `trouble` say so.
+    """
+
+    def __init__(self, meeting: Meeting, peers: Peers, make_worker: Callable[[SharedComm], Any]) -> None:
+        self._meeting = meeting
+        block = SharedBlock.create(meeting.nbytes)
+        self._group = _Group(meeting, block, peers)
+        self._finalizer = weakref.finalize(self, self._group.end)
+        self._ring = self._group.ring
+        try:
+            self._worker = make_worker(meeting.comm(block, 0))
+            self._group.wait_ready()
+        except BaseException:
+            self._group.fail()
+            raise
+        self.limits: Limits = self._worker.limits
+
+    def step(self, plan: StepPlan) -> StepResult:
+        with self._together():
+            pack_plan(plan, self._meeting.plan, self._ring.record())
+            self._ring.publish(STEP)
+            result: StepResult = self._worker.step(plan)
+            answers = self._ring.answers()
+            own = checksum(result.target)
+            for rank, answer in enumerate(answers, 1):
+                if answer != own:
+                    raise RankFailed(f"rank {rank} drew other tokens than rank 0: their sums must have had different bits")
+        return result
+
+    def draft(self, plan: DraftPlan) -> DraftLogits:
+        with self._together():
+            pack_draft(plan, self._meeting.draft, self._ring.record())
+            self._ring.publish(DRAFT)
+            return self._worker.draft(plan)  # type: ignore[no-any-return]
+
+    def trouble(self) -> str | None:
+        """Why no further step can succeed, or None."""
+        return self._group.story
+
+    def close(self) -> None:
+        """Stops the other ranks and waits for their ends; those that take longer than 5 s are killed."""
+        self._finalizer()
+        self._worker.close()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """One plan at a time; a failure of this rank or another ends the group."""
+        with self._group.lock:
+            if self._group.story is not None:
+                raise RankFailed(self._group.story)
+            try:
+                yield
+            except PeerLost as lost:
+                self._group.fail(str(lost))
+                raise RankFailed(self._group.story) from lost
+            except BaseException as error:
+                self._group.fail(f"rank 0 failed: {type(error).__name__}: {error}")
+                raise
+
+
+class _Group:
+    """The other ranks' lives. Holds nothing of the executor, so that one forgotten takes its processes along."""
+
+    def __init__(self, meeting: Meeting, block: SharedBlock, peers: Peers) -> None:
+        self.lock = threading.Lock()  # around a plan
+        self.ring = meeting.ring(block)
+        self.story: str | None = None  # of what went wrong first
+        self._watch = meeting.watch(block)
+        self._block, self._peers = block, peers
+        self._changed = threading.Condition()  # guards the four fields below
+        self._loading = set(range(1, meeting.world))
+        self._running = set(self._loading)
+        self._killing = self._stopping = False
+        # A process of PR_SET_PDEATHSIG dies with the thread that started it, hence a thread that stays.
+        self._thread = threading.Thread(target=self._live, name="ranks", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.story is not None or not self._loading)
+        if self.story is not None:
+            raise RankFailed(self.story)
+
+    def fail(self, story: str | None = None) -> None:
+        """Ends all ranks at once; the first story stays."""
+        with self._changed:
+            self.story = self.story or story or "rank 0 could not start"
+            self._killing = True
+        self._watch.declare(0)
+        self._thread.join(STOP_S)
+
+    def end(self) -> None:
+        """Stops the ranks, by force where they do not listen."""
+        if self.story is None and self.lock.acquire(timeout=1.0):
+            try:
+                with self._changed:
+                    self._stopping = True
+                with contextlib.suppress(PeerLost):
+                    self.ring.record()
+                    self.ring.publish(STOP)
+            finally:
+                self.lock.release()
+            self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            self.fail("the ranks were stopped")
+
+    def _live(self) -> None:
+        try:
+            self._peers.start(self._block.path)
+            while self._running:
+                for event in self._peers.events():
+                    self._note(event)
+                if self._killing:
+                    self._peers.kill()
+        except BaseException as error:
+            with self._changed:
+                self.story = self.story or f"the ranks could not be started or watched: {type(error).__name__}: {error}"
+                self._changed.notify_all()
+            self._watch.declare(0)
+            self._peers.kill()
+        finally:
+            self._block.close()
+
+    def _note(self, event: RankEvent) -> None:
+        with self._changed:
+            self._loading.discard(event.rank)
+            if event.ended:
+                self._running.discard(event.rank)
+                if not self._stopping:
+                    self.story = self.story or f"rank {event.rank} {event.why}"
+            self._changed.notify_all()
+        if event.ended and not self._stopping:
+            self._watch.declare(event.rank)

@@ -1,0 +1,61 @@
+"""One rank's process: reads its job, loads its share of the model, follows rank 0's plans. Started by `runtime.spawn`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from runtime import loading
+from runtime.processes import follow
+from runtime.shared import PeerLost, SharedBlock
+from runtime.spawn import READY, RankJob
+
+PR_SET_PDEATHSIG = 1
+
+
+def run(job: RankJob, ready: Callable[[], object]) -> None:
+    """Loads, calls ready(), follows rank 0 to the end. Raises what loading and the worker raise, and PeerLost."""
+    block = SharedBlock.open(job.block)
+    source = loading.open_source(job.model, job.speculative)
+    limits = loading.limits_of(source, job.config, job.speculative)
+    meeting = loading.meeting_of(job.config, limits, job.world)
+    worker = loading.make_worker(source, limits, job.speculative, job.activations, meeting.comm(block, job.rank))
+    ready()
+    follow(worker, meeting, block, job.rank)
+    worker.close()
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel for SIGKILL when the parent's thread that started this process ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:  # it had ended before the request
+        os._exit(1)
+
+
+def main(argv: list[str]) -> int:
+    pipe = int(argv[0])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    job = RankJob.from_json(sys.stdin.read())
+    die_with(job.parent)
+    try:
+        run(job, lambda: os.write(pipe, READY))
+    except Exception as error:
+        if not isinstance(error, PeerLost):  # then the cause is another rank's to tell
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            os.write(pipe, f"{type(error).__name__}: {error}"[:4000].encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whatever threads the backend has left

@@ -1,0 +1,72 @@
+"""Collectives of ranks that share a block of host memory: the CPU's tensor parallelism.
+
+Every rank copies its part into a place of its own, meets the others, and reads all parts. Places are used in turn, so one
+meeting suffices: a place is written again two exchanges later, when everybody has been seen past the one between. Parts are
+summed in rank order, so all ranks hold the same bits and sample the same tokens without a broadcast.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runtime.shared import LINE, SharedBlock, Watch
+from runtime.types import Array
+
+PIECE_BYTES = 1 << 20  # of a part: longer ones go piece by piece
+
+
+class SharedComm:
+    """One rank's end; every rank makes its own over the same block with the same numbers."""
+
+    def __init__(self, rank: int, world: int, block: SharedBlock, at: int, watch: Watch) -> None:
+        self.rank = rank
+        self.world = world
+        self._watch = watch
+        self._words = block.words
+        self._arrived = [(at + peer * LINE) // 8 for peer in range(world)]
+        places = at + world * LINE
+        self._places = [
+            [block.array(places + (turn * world + peer) * PIECE_BYTES, PIECE_BYTES) for peer in range(world)] for turn in range(2)
+        ]
+        self._count = 0
+
+    @staticmethod
+    def nbytes(world: int) -> int:
+        """Bytes of the block that a group takes."""
+        return world * (LINE + 2 * PIECE_BYTES)
+
+    def all_reduce(self, x: Array) -> None:
+        """x [M, H] bf16 becomes the sum over ranks, in place, rounded once."""
+        flat = x.reshape(-1)
+        if not np.shares_memory(flat, x) and x.size:
+            raise ValueError(f"all_reduce: x {list(x.shape)} is not contiguous")
+        each = PIECE_BYTES // x.itemsize
+        for start in range(0, flat.size, each):
+            piece = flat[start : start + each]
+            parts = self._exchange(piece)
+            total = parts[0].astype(np.float32)
+            for part in parts[1:]:
+                total += part
+            piece[:] = total
+
+    def all_gather(self, x: Array, *, out: Array) -> None:
+        """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
+        each = PIECE_BYTES // (x.shape[1] * x.itemsize)
+        if not each:
+            raise ValueError(f"all_gather: a row of {x.shape[1]} numbers exceeds {PIECE_BYTES} bytes")
+        for start in range(0, len(x), each):
+            piece = np.ascontiguousarray(x[start : start + each])
+            parts = self._exchange(piece.reshape(-1))
+            np.concatenate([part.reshape(piece.shape) for part in parts], axis=1, out=out[start : start + each])
+
+    def _exchange(self, part: Array) -> list[Array]:
+        """Every rank's part [n], in rank order; valid until the exchange after the next."""
+        self._count += 1
+        count, words, arrived = self._count, self._words, self._arrived
+        places = self._places[count % 2]
+        places[self.rank][: part.nbytes] = part.view(np.uint8)
+        words[arrived[self.rank]] = count
+        for peer in range(self.world):
+            if words[arrived[peer]] < count:
+                self._watch.wait(lambda at=arrived[peer]: words[at] >= count, f"rank {peer} has not come to exchange {count}")  # type: ignore[misc]
+        return [place[: part.nbytes].view(part.dtype) for place in places]

@@ -1,0 +1,41 @@
+"""Several processes for a test, by fork: quick, and the call may be a closure. Results come back by pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_FORK: Any = multiprocessing.get_context("fork")
+
+
+def on_ranks(world: int, call: Callable[[int], Any], timeout_s: float = 60.0) -> list[Any]:
+    """call(rank) in a process each; their results in rank order. Raises AssertionError with the traceback of one that fails."""
+    pipes = [_FORK.Pipe(duplex=False) for _ in range(world)]
+    ranks = [_FORK.Process(target=_run, args=(call, rank, pipes[rank][1])) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    try:
+        results = []
+        for rank, (ours, _) in enumerate(pipes):
+            assert ours.poll(timeout_s), f"rank {rank} has not answered"
+            good, result = ours.recv()
+            assert good, f"rank {rank}:\n{result}"
+            results.append(result)
+        return results
+    finally:
+        for process, pipe in zip(ranks, pipes, strict=True):
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            for end in pipe:
+                end.close()
+
+
+def _run(call: Callable[[int], Any], rank: int, pipe: Any) -> None:
+    try:
+        pipe.send((True, call(rank)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
