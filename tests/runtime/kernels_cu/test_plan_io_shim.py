@@ -20,7 +20,7 @@ from tests.shim_calls import address, run_call
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 ENTRY = "plan_io_entry.cu"
-LAYOUT = PlanLayout(max_rows=200, max_seqs=9, max_pages=11, max_words=4, max_moves=30, max_adjust=40, mask_words=3)
+LAYOUT = PlanLayout(max_rows=200, max_seqs=9, max_pages=13, max_words=4, max_moves=30, max_adjust=40, mask_words=3)
 FILLS = {"token": 0, "pos": 0, "slot": -1, "seq": -1, "ctx": 0, "row0": 0, "out_rows": -1, "logprobs": -1}
 
 
@@ -34,7 +34,9 @@ def aligned(nbytes: int, fill: int) -> np.ndarray:
 def sample_plan(rng, seqs: int, most: int) -> StepPlan:
     """Trees of up to `most` nodes, every table in use."""
     parents = [random_parents(rng, int(n)) for n in rng.integers(1, most + 1, seqs)]
-    plan = make_plan([rng.integers(1, 99, len(p)) for p in parents], parents, rng.integers(0, 90, seqs), page_table(seqs, 8, rng))
+    plan = make_plan(
+        [rng.integers(1, 99, len(p)) for p in parents], parents, rng.integers(0, 40, seqs), page_table(seqs, 3 + -(-most // 16), rng)
+    )
     wanted = np.sort(rng.permutation(plan.m)[: rng.integers(1, plan.m + 1)]).astype(np.int32)
     pairs = lambda n: rng.integers(1, 99, (n, 2)).astype(np.int32)  # noqa: E731
     changes = {
