@@ -25,192 +25,25 @@
 // Kimi K2.6: 1,152 B and 2,176 flops a key and column; 4.54 TB/s and 751 TFLOP/s bind equally at 87 columns.
 // Whatever is masked may hold NaN: scores are replaced, and values of the step's own positions are scrubbed before the product.
 // Sources: MLA arXiv 2405.04434, online softmax arXiv 2205.14135, tree mask arXiv 2604.12989, PTX ISA.
-#include "prim/hopper.cuh"  // and what it includes: NVRTC takes prim/x and x for two files
-
 #ifndef OCTETS
 #error "build with -DHEADS= -DOCTETS= -DSLOTS= -DPRODUCERS= -DCAUSAL= -DEARLY= -DUSE_WGMMA= -DPART_F32="
 #endif
+#define COLUMNS (8 * OCTETS)
+#include "prim/mla_ring.cuh"  // and what it includes: NVRTC takes prim/x and x for two files
+
 static_assert(HEADS >= 1 && HEADS <= 128, "heads on this rank");
 static_assert(OCTETS >= 1 && OCTETS <= 9, "columns in eights");
 static_assert(SLOTS >= (EARLY ? 17 : 9) && SLOTS <= 27, "a tile is 9 boxes; EARLY needs the next tile beside this one's values");
 static_assert(PRODUCERS == 1 || PRODUCERS == 2 || PRODUCERS == 4, "warps that fill the ring");
 static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes");
 
-using namespace prim;
-
-[[maybe_unused]] constexpr int kWidth = 576, kValue = 512, kTile = 64, kBox = 8192, kBoxes = 9;
-constexpr int kHeads = HEADS, kOctets = OCTETS, kN = 8 * kOctets, kQBox = kN * 128;
-constexpr int kAdders = (kN + 31) / 32;  // warps
+constexpr int kOctets = OCTETS, kAdders = (kN + 31) / 32;  // warps
 constexpr int kThreads = USE_WGMMA ? 384 : 256 + 32 * (PRODUCERS + kAdders), kHearers = 256 + 32 * kAdders;
-constexpr int kMostSequences = 1024, kMostSplits = 1024;
-constexpr float kNever = -1e30f, kSlack = 8.f;
-// Shared memory: ring, Q, P (scratch between items), then barriers and the two copies of the maxima.
-constexpr int kQAt = SLOTS * kBox, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox;
-[[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
 constexpr int kMax = (kMoved + 8 + 15) / 16 * 16;
 static_assert(kMax + 8 * kN <= 1024, "the tail of shared memory");
 
-struct Item {       // a column tile and a range of its keys; tiles = 0: nothing to do
-  int first;        // column 0 of the tile among all M * A rows of q
-  int columns;      // live columns
-  int packed;       // column 0 within its sequence: node * A + head
-  int seq, ctx;
-  int tile0, tiles; // key tiles
-  int split, splits;
-  int slot, stride; // partial of split 0, and from split to split
-  int counter;      // of the column tile
-};
-
-struct Params {
-  const uint8_t* q;           // [M, A, 576] bf16
-  const uint8_t* cache;       // [S, 576] bf16
-  const int* pages;           // [B, P]
-  const uint32_t* ancestors;  // [M, W] u64, read by halves
-  uint8_t* out;               // [M, A, 512] bf16
-  const Item* items;          // [*count]
-  const int* count;           // [1]
-  void* part;                 // [slots, 32 OCTETS, 32, 4] f32 or bf16: fragments of O
-  float* stats;               // [slots, N, 2] f32: maximum (base 2), sum
-  int* arrived;               // [column tiles] zero between launches
-  int page_size, pages_each, words, last_column, box_keys;
-  float scale_log2;           // scale * log2(e)
-};
-
-struct PlanParams {
-  const int* ctx;       // [B]
-  const int* row0;      // [B]
-  const int* seq;       // [M] sequence of a row, -1: dead
-  Item* items;          // [item_room]
-  int* count;           // [1]
-  int rows, sequences, blocks, chunk;
-  int item_room, slot_room;
-};
-
-__device__ __forceinline__ float hidden() { return __uint_as_float(0xff800000u); }  // -inf: a weight of 0
-__device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
-__device__ __forceinline__ int most(int a, int b) { return a > b ? a : b; }
-__device__ __forceinline__ int parts(int a, int b) { return (a + b - 1) / b; }
-// Cache row of a position. Past the table, or where it holds no page, some row: it is masked.
-__device__ __forceinline__ int slot_of(const Params& p, int seq, int position) {
-  const int at = position / p.page_size, page = p.pages[(size_t)seq * p.pages_each + least(at, p.pages_each - 1)];
-  return most(page, 0) * p.page_size + position - at * p.page_size;
-}
-
-struct Cursor {  // the ring's slot of a tile's first box
-  int slot;
-  uint32_t phase;
-  __device__ __forceinline__ Cursor plus(int n) const {
-    Cursor c{slot + n, phase};
-    if (c.slot >= SLOTS) { c.slot -= SLOTS; c.phase ^= 1; }
-    return c;
-  }
-};
-
-// ---------------------------------------------------------------- planning, once a step
-// Time of a key range in key tiles, with what an item costs beyond: queries in, partials out and in again.
-constexpr int kItemOverhead = 3;
-
-extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_constant__ PlanParams p) {
-  __shared__ int rows[kMostSequences];
-  __shared__ int best_cost[256];
-  __shared__ int best_chunk[256];
-  const int t = threadIdx.x;
-  pdl_wait();
-  pdl_trigger();
-  for (int b = t; b < p.sequences; b += 256) rows[b] = 0;
-  __syncthreads();
-  for (int i = t; i < p.rows; i += 256)
-    if (p.seq[i] >= 0) atomicAdd(&rows[p.seq[i]], 1);
-  __syncthreads();
-  // Every thread tries one chunk length; the cheapest wins, the longer one where two cost the same.
-  int longest = 1;
-  long long load = 0;
-  for (int b = 0; b < p.sequences; ++b)
-    if (rows[b]) {
-      const int tiles = parts(p.ctx[b] + rows[b], kTile);
-      longest = most(longest, tiles);
-      load += (long long)tiles * parts(rows[b] * kHeads, kN);
-    }
-  int chunk = p.chunk;
-  if (!chunk) {
-    const int low = most(most((int)(load / (8 * p.blocks)), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
-    chunk = low + (int)((long long)span * t * t / (255 * 255));
-    chunk = parts(longest, parts(longest, chunk));        // as short as this number of ranges allows
-    long long items = 0, slots = 0;
-    for (int b = 0; b < p.sequences; ++b)
-      if (rows[b]) {
-        const int ranges = parts(parts(p.ctx[b] + rows[b], kTile), chunk), tiles = parts(rows[b] * kHeads, kN);
-        items += ranges * tiles;
-        if (ranges > 1) slots += ranges * tiles;
-      }
-    const bool fits = slots <= p.slot_room && items <= p.item_room;
-    best_cost[t] = fits ? (int)((items + p.blocks - 1) / p.blocks) * (chunk + kItemOverhead) : 0x7fffffff;
-    best_chunk[t] = chunk;
-    __syncthreads();
-    int cost = 0x7fffffff;
-    chunk = longest;                                      // one range each always fits
-    for (int i = 0; i < 256; ++i)
-      if (best_cost[i] < cost || (best_cost[i] == cost && cost != 0x7fffffff && best_chunk[i] > chunk)) {
-        cost = best_cost[i];
-        chunk = best_chunk[i];
-      }
-  }
-  // All threads count along the sequences and write the items of each together: same range and sequence side by side.
-  int item = 0, slot = 0, counter = 0;
-  for (int b = 0; b < p.sequences; ++b) {
-    if (!rows[b]) continue;
-    const int total = rows[b] * kHeads, tiles = parts(total, kN), ctx = p.ctx[b];
-    const int ranges = parts(parts(ctx + rows[b], kTile), chunk);
-    for (int f = t; f < ranges * tiles; f += 256) {
-      const int range = f / tiles, tile = f % tiles, packed = tile * kN, columns = least(kN, total - packed);
-      const int keys = parts(ctx + (packed + columns - 1) / kHeads + 1, kTile);  // none after the tile's last node
-      const Item it{p.row0[b] * kHeads + packed, columns, packed, b, ctx, range * chunk, most(least(chunk, keys - range * chunk), 0),
-                    range, parts(keys, chunk), slot + tile, tiles, counter + tile};
-      if (item + f < p.item_room) p.items[item + f] = it;
-    }
-    item += ranges * tiles;
-    counter += tiles;
-    if (ranges > 1) slot += ranges * tiles;
-  }
-  if (t == 0) *p.count = least(item, p.item_room);
-}
-
 // ---------------------------------------------------------------- the ring's writers
-#if USE_WGMMA
-__device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
-  const smem_t tail = base + kTailAt;
-  if (threadIdx.x != 256) return;
-  const uint64_t once = policy_evict_first(), again = policy_evict_normal();
-  Cursor at{0, 1};
-  uint32_t q_phase = 1;
-  for (int i = blockIdx.x; i < count; i += gridDim.x) {
-    const Item it = p.items[i];
-    if (!it.tiles) continue;
-    const uint64_t policy = it.stride > 1 ? again : once;
-    bar_wait(tail + kQFree, q_phase);
-    q_phase ^= 1;
-    for (int j = 0; j < it.tiles; ++j) {
-      const int position = (it.tile0 + j) * kTile;
-      int rows[4];
-      const int pieces = kTile / p.box_keys;              // 1, 2 or 4
-#pragma unroll
-      for (int k = 0; k < 4; ++k) rows[k] = k < pieces ? slot_of(p, it.seq, position + k * p.box_keys) : 0;
-#pragma unroll 1
-      for (int x = 0; x < kBoxes; ++x) {
-        const smem_t full = tail + kFull + 8 * at.slot, box = base + at.slot * kBox;
-        const int column = x ? (x - 1) * 64 : kValue;
-        bar_wait(tail + kEmpty + 8 * at.slot, at.phase);
-        bar_expect(full, kBox + (j ? 0 : kQBox));
-        if (!j) tensor_copy(base + kQAt + x * kQBox, queries, full, column, it.first, again);
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, rows[k], policy);
-        at = at.plus(1);
-      }
-    }
-  }
-}
-#else
+#if !USE_WGMMA
 __device__ __forceinline__ void fill_ring(const Params& p, smem_t base, int count) {
   constexpr int kLanes = 32 * PRODUCERS, kRows = 512 / kLanes;
   const smem_t tail = base + kTailAt;
@@ -352,24 +185,6 @@ __device__ __forceinline__ void put_weights(smem_t weights, int b, int w, int la
 #endif
 }
 
-// Non-finite values of the step's own positions become 0, so that a weight of 0 removes them: a key that a row does see has
-// given it a NaN weight already. This group's four boxes, keys from `from` on.
-__device__ __forceinline__ void scrub(smem_t base, const Cursor& at, int group, int from) {
-  const int t = threadIdx.x & 127, piece = t & 7;
-  for (int k = 0; k < 4; ++k) {
-    const smem_t box = base + at.plus(1 + group * 4 + k).slot * kBox;
-    for (int key = t >> 3; key < kTile; key += 16) {
-      if (key < from) continue;
-      uint4 v = lds128(box + in_box(key, piece));
-      auto clean = [](uint32_t x) { return ((x & 0x7f80u) == 0x7f80u ? 0u : x & 0xffffu) | ((x & 0x7f800000u) == 0x7f800000u ? 0u : x & 0xffff0000u); };
-      const uint4 c = make_uint4(clean(v.x), clean(v.y), clean(v.z), clean(v.w));
-      if ((c.x ^ v.x) | (c.y ^ v.y) | (c.z ^ v.z) | (c.w ^ v.w)) sts128(box + in_box(key, piece), c);
-    }
-  }
-  fence_async_proxy();
-  named_barrier(1 + group, 128);
-}
-
 // Rows d, d + 8 and columns c, c + 1 of O^T to bf16: lanes of neighbouring rows swap, so that each stores two rows of one column.
 __device__ __forceinline__ void put_output(const Params& p, int first, int columns, int b, int d, float4 v, int lane) {
   const bool odd = lane >> 2 & 1;
@@ -405,22 +220,7 @@ __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t 
   named_barrier(4, 256);
   if (u0 < u1) {
     const int b0 = u0 / 32, width = 8 * ((u1 - 1) / 32 - b0 + 1);      // columns of the share
-    for (int c = warp; c < width; c += 8) {
-      const float2* stats = reinterpret_cast<const float2*>(p.stats) + (size_t)it.slot * kN + 8 * b0 + c;
-      const size_t step = (size_t)it.stride * kN;
-      float high = kNever, sum = 0.f;
-      for (int i = lane; i < it.splits; i += 32) high = fmaxf(high, load_f32x2_cg(stats + i * step).x);
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
-      for (int i = lane; i < it.splits; i += 32) {
-        const float2 v = load_f32x2_cg(stats + i * step);
-        sum += exp2_fast(v.x - high) * v.y;
-      }
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-      for (int i = lane; i < it.splits; i += 32) sts_f32(base + (i * width + c) * 4, exp2_fast(load_f32x2_cg(stats + i * step).x - high) * (1.f / sum));
-    }
-    named_barrier(4, 256);
+    weigh_splits(p, it, base, 8 * b0, width, warp, lane);
     for (int u = u0 + warp; u < u1; u += 8) {
       const Partial* from = reinterpret_cast<const Partial*>(p.part) + ((size_t)it.slot * 32 * kOctets + u) * 32 + lane;
       const size_t step = (size_t)it.stride * 32 * kOctets * 32;
