@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.types import ASGIApp, Receive
 
 from model.messages import TemplateError
@@ -19,10 +20,10 @@ from server.choice import ChatChoice, Delta, message_of
 from server.errors import ApiError, bad_field, echo, scrub
 from server.generation import ClientGone
 from server.params import fit_to_context, make_sampling
-from server.protocol import ChatRequest
+from server.protocol import EFFORTS, ChatRequest
 from server.service import Service
 from server.sse import KEEP_ALIVE, EventStream
-from server.structured import calls_tools, check_tools, constraint_of
+from server.structured import calls_tools, check_tools, constraint_of, with_thinking_bound
 
 if TYPE_CHECKING:
     from runtime.api import Loaded
@@ -37,12 +38,14 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGI
     usage_at_end, usage_always = check_stream_options(request)
     params = _sampling(request, loaded)
     check_tools(request)
+    request = msgspec.structs.replace(request, chat_template_kwargs=template_options(request))
     ids = await encode_messages(service, loaded, request)
     fitted = fit_to_context(params, len(ids), loaded.max_model_len, "messages")
     think = loaded.tokenizer.special.get("<think>")
     in_reasoning = think is not None and starts_in_reasoning(ids, think)
     answer_id = new_id("chatcmpl")
     constraint = await constraint_of(service, loaded, request, fitted, in_reasoning)
+    constraint = with_thinking_bound(loaded, request, in_reasoning, constraint)
     made = service.make_requests(loaded, answer_id, ids, fitted, request.cache_salt, "messages")
     requests = [replace(one, constraint=constraint) for one in made]
     first_call = next_call_index(request.messages)
@@ -142,6 +145,20 @@ async def encode_messages(service: Service, loaded: Loaded, request: ChatRequest
         raise ApiError(400, scrub(str(error)), "messages") from None
     except RecursionError:
         raise bad_field("messages", "nested too deeply") from None
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """chat_template_kwargs with reasoning_effort among them. Raises ApiError 400 where the two contradict each other."""
+    kwargs, effort = dict(request.chat_template_kwargs or {}), request.reasoning_effort
+    if effort is None:
+        return kwargs
+    if effort not in EFFORTS:
+        raise bad_field("reasoning_effort", f"{echo(effort)} is none of {', '.join(EFFORTS)}")
+    thinking = effort not in ("none", "minimal")
+    for name in ("thinking", "enable_thinking"):
+        if kwargs.setdefault(name, thinking) is not thinking:
+            raise bad_field("reasoning_effort", f"{echo(effort)} together with chat_template_kwargs.{name} {echo(kwargs[name])}; give one")
+    return kwargs
 
 
 def _sampling(request: ChatRequest, loaded: Loaded) -> SamplingParams:

@@ -18,6 +18,7 @@ from server.service import Service
 from server.sse import EventStream
 
 RENAME = {
+    "thinking_token_budget": "thinking.budget_tokens",
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -35,7 +36,7 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
 class CountRequest(msgspec.Struct, kw_only=True):
     """What both endpoints read. thinking: {"type": "enabled" | "adaptive" | "disabled"}; absent means disabled, as there.
 
-    budget_tokens of thinking is a wish that is not enforced: max_tokens bounds thinking and answer together.
+    budget_tokens of thinking is held to: after so many tokens the thinking ends and the answer begins.
     """
 
     model: str | None = None
@@ -85,6 +86,7 @@ async def create_message(service: Service, request: MessagesRequest, receive: Re
         tool_choice=tool_choice_of(request.tool_choice),
         parallel_tool_calls=None if request.tool_choice is None else not request.tool_choice.get("disable_parallel_tool_use"),
         chat_template_kwargs=_thinking(request),
+        thinking_token_budget=_budget(request),
     )
     answer = await run_chat(service, asked, receive, places, RENAME)
     if isinstance(answer, EventStream):
@@ -120,3 +122,10 @@ def _thinking(request: CountRequest) -> dict[str, Any]:
     if kind not in ("enabled", "adaptive", "disabled"):
         raise bad_field("thinking.type", f'{echo(kind)} is none of "enabled", "adaptive", "disabled"')
     return {"thinking": kind != "disabled"}
+
+
+def _budget(request: CountRequest) -> int | None:
+    given = None if request.thinking is None else request.thinking.get("budget_tokens")
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        raise bad_field("thinking.budget_tokens", f"{echo(given)} is not an integer")
+    return given if request.thinking and request.thinking.get("type") == "enabled" else None

@@ -16,9 +16,17 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # the first two: no thinking; the model knows no other degrees
+
+
 class ResponseFormat(msgspec.Struct):
+    """type text, json_object, json_schema (with json_schema) or structural_tag (with structures and triggers)."""
+
     type: str
     json_schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: Any = None  # structural_tag's newer form, which is refused
 
 
 class StructuredFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,6 +87,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # "none" and "minimal" switch thinking off, any other on
+    thinking_token_budget: int | None = None  # tokens of reasoning after which only its end may follow
 
 
 # Fields that would change the output and are not served yet: name -> (values that mean "off", what to do).
@@ -97,7 +107,7 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "continue_final_message": ((False,), "end the messages with a user or tool message"),
     "add_generation_prompt": ((True,), "the generation prompt is always added"),
     "chat_template": ((), "a template out of a request is never run"),
-    "thinking": ((), 'use chat_template_kwargs {"thinking": true or false}'),
+    "thinking": ((), 'use chat_template_kwargs {"thinking": true or false}, or reasoning_effort'),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "guided_json": ((), "use structured_outputs.json or response_format"),
@@ -110,7 +120,6 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "web_search_options": ((), "there is no search"),
     "store": ((False,), "nothing is stored"),
     "verbosity": (("medium",), "ask for it in a message"),
-    "thinking_token_budget": ((), "max_tokens bounds reasoning and answer together"),
     "logprob_token_ids": ((), "use top_logprobs"),
     "return_token_ids": ((False,), "use logprobs, or /tokenize"),
     "return_tokens_as_token_ids": ((False,), "use /tokenize"),

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive
 
 from server.answer import json_response
 from server.chat_view import run_chat
-from server.errors import bad_field, echo
+from server.errors import bad_field
 from server.protocol import ChatRequest, ResponseFormat, StreamOptions
 from server.response_events import ResponseHead, events_of, finished, output_items
 from server.response_input import messages_of, tool_choice_of, tools_of
@@ -18,6 +18,7 @@ from server.service import Service
 from server.sse import EventStream
 
 RENAME = {
+    "reasoning_effort": "reasoning.effort",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -89,7 +90,6 @@ async def respond(service: Service, request: ResponsesRequest, receive: Receive)
     """The response to a request. Raises ApiError for everything that is refused."""
     _check_served(request)
     messages, places = messages_of(request.input, request.instructions)
-    effort = None if request.reasoning is None else request.reasoning.effort
     asked = ChatRequest(
         model=request.model,
         messages=messages,
@@ -102,7 +102,7 @@ async def respond(service: Service, request: ResponsesRequest, receive: Receive)
         tool_choice=tool_choice_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request),
-        chat_template_kwargs=None if effort is None else {"thinking": effort not in ("none", "minimal")},
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
     )
     answer = await run_chat(service, asked, receive, places, RENAME)
     form = TextFormat("text") if request.text is None or request.text.format is None else request.text.format
@@ -139,8 +139,6 @@ def _check_served(request: ResponsesRequest) -> None:
         for name in ("summary", "generate_summary"):
             if getattr(options, name) is not None:
                 raise bad_field(f"reasoning.{name}", "not supported; the reasoning itself is part of the output")
-        if options.effort not in (None, "none", "minimal", "low", "medium", "high", "xhigh"):
-            raise bad_field("reasoning.effort", f"{echo(options.effort)} is not an effort")
     if request.text is not None:
         if request.text.verbosity not in (None, "medium"):
             raise bad_field("text.verbosity", 'not supported; ask for it in the instructions, or leave it at "medium"')

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from model.structural_tag import tags_grammar
+from model.thinking import ThinkingBudget
 from model.tool_grammar import arguments_schema, calls_grammar, check_parameters
 from model.tool_parser import Markers
 from runtime.constraint import Constraint, StructuredOutputs, check_sampling
 from runtime.types import InvalidRequest, SamplingParams
 from server.errors import bad_field, echo, from_invalid
-from server.protocol import ChatRequest, GenerationFields
+from server.protocol import ChatRequest, GenerationFields, ResponseFormat
 from server.service import Service
 
 if TYPE_CHECKING:
@@ -49,6 +51,17 @@ async def constraint_of(
         if wanted.lark is not None:
             await _name_the_tool(service, loaded, request)
         raise from_invalid(error, {**rename, "structured_outputs.lark": _field_of(request)}) from None
+
+
+def with_thinking_bound(loaded: Loaded, request: ChatRequest, in_reasoning: bool, constraint: Constraint | None) -> Constraint | None:
+    """The constraint with thinking_token_budget around it, where the request has one. Raises ApiError 400."""
+    if request.thinking_token_budget is None:
+        return constraint
+    try:
+        tokens = min(request.thinking_token_budget, 2**31 - 1)
+        return ThinkingBudget(tokens, Markers.of(loaded.tokenizer.special), loaded.vocab_size, in_reasoning, constraint)
+    except InvalidRequest as error:
+        raise from_invalid(error) from None
 
 
 async def _bounded(service: Service, work: Callable[[], Any], timeout_s: float | None) -> Any:
@@ -115,8 +128,10 @@ def _wanted(request: GenerationFields) -> tuple[StructuredOutputs | None, Mappin
             raise bad_field("structured_outputs", "not together with response_format")
         if form.type == "json_object":
             return StructuredOutputs(json_object=True), {"structured_outputs.json_object": "response_format"}
+        if form.type == "structural_tag":
+            return _tags(form), {}
         if form.type != "json_schema":
-            raise bad_field("response_format.type", f'{echo(form.type)} is none of "text", "json_object", "json_schema"')
+            raise bad_field("response_format.type", f'{echo(form.type)} is none of "text", "json_object", "json_schema", "structural_tag"')
         schema = (form.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise bad_field(_SCHEMA, "an object, the JSON schema, is needed")
@@ -124,6 +139,15 @@ def _wanted(request: GenerationFields) -> tuple[StructuredOutputs | None, Mappin
     if given is None:
         return None, {}
     return StructuredOutputs(given.json, given.regex, given.choice, given.grammar, given.json_object or None), {}
+
+
+def _tags(form: ResponseFormat) -> StructuredOutputs:
+    if form.format is not None:
+        raise bad_field("response_format.format", "not supported; structures and triggers are")
+    try:
+        return tags_grammar(form.structures, form.triggers, "response_format")
+    except InvalidRequest as error:
+        raise from_invalid(error) from None
 
 
 def _with_tools(request: ChatRequest, outputs: StructuredOutputs | None, markers: Markers) -> tuple[StructuredOutputs | None, bool]:
@@ -143,7 +167,7 @@ def _with_tools(request: ChatRequest, outputs: StructuredOutputs | None, markers
             return calls_grammar({name: schemas[name]}, markers, False), False
         if outputs is not None:
             if outputs.json is None and outputs.json_object is None:
-                raise bad_field("structured_outputs", 'with tools only json, or tool_choice "none"')
+                raise bad_field(_field_of(request), 'with tools only a JSON schema, or tool_choice "none"')
             answer = {"type": "object"} if outputs.json is None else outputs.json
             if not isinstance(answer, Mapping):
                 raise bad_field("structured_outputs.json", "with tools an object is needed, not its text")

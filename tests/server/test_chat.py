@@ -69,6 +69,14 @@ def test_thinking_off_is_content_alone(start_server: Any) -> None:
     assert server.client.chat(chat_template_kwargs={"thinking": True})[1]["choices"][0]["message"]["reasoning_content"] == "42"
 
 
+def test_effort_is_thinking_on_or_off(start_server: Any) -> None:
+    server = start_server(lambda _: [[*b"42", EOS]])
+    for effort, key in (("none", "content"), ("minimal", "content"), ("low", "reasoning_content"), ("high", "reasoning_content")):
+        assert server.client.chat(reasoning_effort=effort)[1]["choices"][0]["message"][key] == "42", effort
+    agreed = server.client.chat(reasoning_effort="none", chat_template_kwargs={"thinking": False})
+    assert agreed[1]["choices"][0]["message"]["content"] == "42"
+
+
 def test_a_tool_section_ends_reasoning_and_is_content(start_server: Any) -> None:
     server = start_server(lambda _: [[*b"so", SECTION, *b"call", EOS]])
     message = server.client.chat()[1]["choices"][0]["message"]
@@ -117,7 +125,23 @@ def test_tools_reach_the_template_unless_switched_off(running: Any) -> None:
         ({"messages": [{"role": "user", "content": "x"}] * 5000}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "maybe"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.triggers"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "response_format.format"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<a"]}}, "response_format.structures"),
+        (
+            {"response_format": {"type": "structural_tag", "triggers": ["<a"], "structures": [{"begin": "<b>"}]}},
+            "response_format.structures[0].begin",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "triggers": ["<a"], "structures": [{"begin": "<a>", "schema": 7}]}},
+            "response_format.structures[0].schema",
+        ),
+        ({"reasoning_effort": "lots"}, "reasoning_effort"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "reasoning_effort"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

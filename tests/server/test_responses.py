@@ -270,6 +270,8 @@ REFUSED = [
     ),
     ("/v1/messages", {"messages": TALK, "max_tokens": 5, "stop_sequences": [""]}, "stop_sequences"),
     ("/v1/messages", {"messages": TALK, "max_tokens": 5, "thinking": {"type": "maybe"}}, "thinking.type"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),
+    ("/v1/messages", {"messages": TALK, "max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": -3}}, "thinking.budget_tokens"),
     ("/v1/messages", {"messages": [{"role": "system", "content": "x"}], "max_tokens": 5}, "messages[0].role"),
     ("/v1/messages", {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 5}, "messages[0].content[0].type"),
     ("/v1/messages", {"messages": [*TALK, {"role": "assistant", "content": "so"}], "max_tokens": 5}, "messages[1].role"),

@@ -110,6 +110,93 @@ def test_forced_calls(start_server: Any, thinking: bool) -> None:
         assert name == "a.b" and conforms(arguments, CLOSED)
 
 
+TAGS = {
+    "type": "structural_tag",
+    "triggers": ["<f="],
+    "structures": [
+        {"begin": "<f=a>", "schema": CLOSED, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+    ],
+}
+
+
+def tagged(request: Request) -> Iterator[list[int]]:
+    """Free text, a tag's trigger, then at random whatever may follow until the tag is closed; as obedient, but in words."""
+    if request.constraint is None:
+        yield [*b"<f=zzz>", EOS]
+        return
+    state, rng = request.constraint.start(), random.Random(request.seed)
+    said = bytearray()
+
+    def say(token: int) -> None:
+        state.push([token])
+        said.append(token)
+
+    for token in b"so <f=":
+        say(token)
+    while not said.endswith(b"</f>"):
+        _, masks = state.masks(DraftTree.root_only(0))
+        free = [t for t in np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist() if t < 256]
+        short = [token for token in (34, 125, 93, 44) if token in free]
+        say(rng.choice(short) if short and rng.random() < 0.7 else rng.choice(free))
+    for token in b" done":
+        say(token)
+    yield [*said, EOS]
+
+
+def test_structural_tags(start_server: Any) -> None:
+    """What opens a tag is held to one of the structures; text around it is free."""
+    server = start_server(tagged)
+    seen = set()
+    for seed in range(12):
+        choice = server.client.chat(response_format=TAGS, seed=seed, max_tokens=3000, **OFF)[1]["choices"][0]
+        found = re.fullmatch(r"so <f=([ab])>(.*)</f> done", choice["message"]["content"], re.DOTALL)
+        assert found and choice["finish_reason"] == "stop", choice
+        seen.add(found[1])
+        assert conforms(json.loads(found[2]), CLOSED) if found[1] == "a" else json.loads(found[2]) in (1, 2)
+    assert seen == {"a", "b"}
+    assert server.client.chat(**OFF)[1]["choices"][0]["message"]["content"] == "<f=zzz>", "without tags nothing is held back"
+    status, refused = server.client.chat(response_format=TAGS, tools=TOOLS, **OFF)
+    assert (status, refused["error"]["param"]) == (400, "response_format")
+
+
+def thinker(request: Request) -> Iterator[list[int]]:
+    """Thinks for ever in runs of three, and does what its constraint forces."""
+    state = None if request.constraint is None else request.constraint.start()
+    for _ in range(200):
+        run = []
+        for token in b"hm ":
+            nodes, masks = (np.zeros(0), None) if state is None else state.masks(DraftTree.root_only(0))
+            free = (
+                np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")) if len(nodes) and masks is not None else [token]
+            )
+            run.append(int(free[0]) if len(free) == 1 else token)
+            if state is not None:
+                state.push([run[-1]])
+            if run[-1] == THINK_END:
+                yield [*run, *b"yes", EOS]
+                return
+        yield run
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3, 10])
+def test_the_thinking_budget_ends_the_reasoning(start_server: Any, budget: int) -> None:
+    server = start_server(thinker)
+    body = server.client.chat(thinking_token_budget=budget, max_tokens=100)[1]
+    message = body["choices"][0]["message"]
+    assert (message.get("reasoning_content") or "") == ("hm " * 4)[:budget] and message["content"] == "yes"
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= budget + 1, "the token that ends it counts"
+    asked = {"max_tokens": 100, "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "enabled", "budget_tokens": budget}}
+    parts = server.client.post("/v1/messages", asked)[1]["content"]
+    assert "".join(p["text"] for p in parts if p["type"] == "text") == "yes"
+    assert "".join(p["thinking"] for p in parts if p["type"] == "thinking") == ("hm " * 4)[:budget]
+
+
+def test_without_a_thinking_budget_the_reasoning_goes_on(start_server: Any) -> None:
+    choice = start_server(thinker).client.chat(max_tokens=100)[1]["choices"][0]
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "length"
+
+
 def test_a_choice_is_held_to_strict_declarations_only(start_server: Any) -> None:
     seen: list[Any] = []
 
