@@ -18,7 +18,7 @@ class Arena:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._held: dict[str, tuple[int, int]] = {}  # name -> address, bytes
+        self.held: dict[str, tuple[int, int]] = {}  # name -> address, bytes
         self.nbytes = 0
         self.sealed = False
 
@@ -28,7 +28,7 @@ class Arena:
 
     def take(self, name: str, nbytes: int) -> int:
         """The address of at least that many bytes. Raises RuntimeError where that needs memory of a sealed arena."""
-        address, room = self._held.get(name, (0, -1))
+        address, room = self.held.get(name, (0, -1))
         if room >= nbytes:
             return address
         if self.sealed:
@@ -37,7 +37,7 @@ class Arena:
                 "record every bucket, the largest first, before sealing"
             )
         address = self._device.alloc(nbytes)
-        self._held[name] = address, nbytes
+        self.held[name] = address, nbytes
         self.nbytes += nbytes
         return address
 

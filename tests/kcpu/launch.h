@@ -1,5 +1,6 @@
 // KCPU_ENTRY(kernel) defines cpu_<kernel>(shape, arguments): shape = grid x, y, z, threads, shared bytes, descending;
-// arguments = pointers to the values in order, as the driver's launch takes them.
+// arguments = pointers to the values in order, as the driver's launch takes them. KCPU_RUN(kernel) calls it run_<kernel>, where
+// cpu_<kernel> takes arguments of its own.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -15,3 +16,5 @@ template <class... A> inline void kcpu_call(void (*kernel)(A...), const int* sha
 }
 #define KCPU_ENTRY(kernel) \
   extern "C" void cpu_##kernel(const int* shape, void** arguments) { kcpu_call(kernel, shape, arguments); }
+#define KCPU_RUN(kernel) \
+  extern "C" void run_##kernel(const int* shape, void** arguments) { kcpu_call(kernel, shape, arguments); }

@@ -1,5 +1,6 @@
 // Entry points for ctypes: tree attention under the shim. Blocks wait for one another at the end, so there is one.
 #include "tree_mla.cu"
+#include "launch.h"
 
 extern "C" int cpu_params_bytes() { return sizeof(Params); }
 extern "C" int cpu_plan_bytes() { return sizeof(PlanParams); }
@@ -19,3 +20,7 @@ extern "C" void cpu_tree_mla(const Params* p, int cache_rows, size_t smem_bytes,
 #endif
   kcpu::descending = false;
 }
+KCPU_RUN(tree_mla_plan)
+#if !USE_WGMMA
+KCPU_RUN(tree_mla)
+#endif
