@@ -203,7 +203,7 @@ class _Group:
     def fail(self, story: str | None = None) -> None:
         """Ends all ranks at once; the first story stays."""
         with self._changed:
-            self.story = self.story or story or "rank 0 could not start"
+            self.story = self.story or story or "the ranks were ended by force"
             self._killing = True
         self._watch.declare(0)
         self._thread.join(STOP_S)
@@ -221,7 +221,8 @@ class _Group:
                 self.lock.release()
             self._thread.join(STOP_S)
         if self._thread.is_alive():
-            self.fail("the ranks were stopped")
+            self.fail()
+        self.story = self.story or "the ranks were stopped"
 
     def _live(self) -> None:
         try:
