@@ -23,8 +23,7 @@ def tags_grammar(structures: Any, triggers: Any, field: str) -> StructuredOutput
 
     if not isinstance(triggers, Sequence) or isinstance(triggers, str) or not 0 < len(triggers) <= MAX_TAGS:
         raise InvalidRequest(f"{field}.triggers", f"a list of 1 to {MAX_TAGS} strings is needed")
-    for at, trigger in enumerate(triggers):
-        _check_text(trigger, f"{field}.triggers[{at}]", empty=False)
+    starts = [_text(trigger, f"{field}.triggers[{at}]", empty=False) for at, trigger in enumerate(triggers)]
     if not isinstance(structures, Sequence) or isinstance(structures, str) or not 0 < len(structures) <= MAX_TAGS:
         raise InvalidRequest(f"{field}.structures", f"a list of 1 to {MAX_TAGS} structures is needed")
     tags = []
@@ -32,10 +31,9 @@ def tags_grammar(structures: Any, triggers: Any, field: str) -> StructuredOutput
         here = f"{field}.structures[{at}]"
         if not isinstance(one, Mapping):
             raise InvalidRequest(here, "an object with begin, schema and end is needed")
-        begin, end = one.get("begin"), one.get("end", "")
-        _check_text(begin, f"{here}.begin", empty=False)
-        _check_text(end, f"{here}.end", empty=True)
-        opens = [trigger for trigger in triggers if begin.startswith(trigger)]
+        begin = _text(one.get("begin"), f"{here}.begin", empty=False)
+        end = _text(one.get("end", ""), f"{here}.end", empty=True)
+        opens = [trigger for trigger in starts if begin.startswith(trigger)]
         if not opens:
             raise InvalidRequest(f"{here}.begin", f"{begin[:80]!r} starts with none of the triggers")
         try:
@@ -46,6 +44,7 @@ def tags_grammar(structures: Any, triggers: Any, field: str) -> StructuredOutput
     return StructuredOutputs(lark=StructTag.to_grammar(tags, assume_special=False))
 
 
-def _check_text(text: Any, field: str, empty: bool) -> None:
+def _text(text: Any, field: str, empty: bool) -> str:
     if not isinstance(text, str) or len(text) > MAX_TAG_CHARS or not (text or empty):
         raise InvalidRequest(field, f"a string of {0 if empty else 1} to {MAX_TAG_CHARS} characters is needed")
+    return text

@@ -27,7 +27,7 @@ class StructuredOutputs:
 
 
 class ConstraintState(Protocol):
-    """One generation under a constraint; called from the engine's thread alone."""
+    """One generation under a constraint; called from one thread at a time, masks() not always from the same one."""
 
     error: str | None  # why the constraint can say no more; the request is then ended
 

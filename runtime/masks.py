@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
+from runtime.bounded import Bounded, Late
 from runtime.constraint import ConstraintState
 from runtime.types import F32, I32, U32, DraftTree
 
@@ -15,20 +18,37 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+MASKS_S = 1.5  # wall time of one state's masks; the state gives up by itself between two nodes after 1 s (model/grammar.py)
+_LOCAL = threading.local()
+
+
 def fill_masks(items: Iterable[tuple[ConstraintState, int, DraftTree]]) -> tuple[I32, U32]:
     """Builds a StepPlan's mask_rows [g] i32, rising, and masks [g, W] u32.
 
     items: (state, row of the tree's root, tree), rows rising. Whatever one state raises is noted in
-    its `error`; it then masks nothing, and the cycle ends its request before a token is kept.
+    its `error`, and so is taking longer than MASKS_S; it then masks nothing, and the cycle ends its
+    request before a token is kept.
     """
+    sound = [item for item in items if item[0].error is None]
     rows, masks = [np.zeros(0, np.int32)], []
-    for state, first_row, tree in items:
-        found = _guarded(state, lambda state=state, tree=tree: state.masks(tree))  # type: ignore[misc]
-        if found is not None:
-            nodes, bits = found
-            rows.append(nodes + np.int32(first_row))
-            masks.append(bits)
+    results = _bounded().run([partial(state.masks, tree) for state, _, tree in sound]) if sound else []
+    for (state, first_row, _), found in zip(sound, results, strict=True):
+        if isinstance(found, BaseException):
+            LOG.error("a constraint failed", exc_info=found)
+            state.error = "its masks took too long" if isinstance(found, Late) else "the constraint failed"
+            continue
+        nodes, bits = found
+        rows.append(nodes + np.int32(first_row))
+        masks.append(bits)
     return np.concatenate(rows), np.concatenate(masks) if masks else np.zeros((0, 0), np.uint32)
+
+
+def _bounded() -> Bounded[tuple[I32, U32]]:
+    """The calling thread's own: each engine steps in one thread."""
+    found: Bounded[tuple[I32, U32]] | None = getattr(_LOCAL, "bounded", None)
+    if found is None:
+        found = _LOCAL.bounded = Bounded(MASKS_S, "masks")
+    return found
 
 
 def prune(state: ConstraintState | None, tree: DraftTree) -> DraftTree:
