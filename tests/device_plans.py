@@ -94,8 +94,8 @@ def place_block(device: Any, plan: DraftPlan, rows: tuple[np.ndarray, np.ndarray
     return Fields(device, arrays, {"rows": len(mask_rows)})
 
 
-def poison(backend: Any, keep: tuple[str, ...] = ()) -> None:
-    """Every bit of every buffer set (NaN, -1), but for counters that must be zero between launches, and for `keep`."""
+def poison(backend: Any, keep: tuple[str, ...] = (), value: int = 0xFF) -> None:
+    """Every byte of every buffer set (0xFF: NaN, -1), but for counters that must be zero between launches, and for `keep`."""
     for name, (address, nbytes) in backend.arena.held.items():
         if name not in keep and name.rpartition(".")[2] not in ("arrived", "halves_done"):
-            backend.device.upload(address, np.full(nbytes, 0xFF, np.uint8))
+            backend.device.upload(address, np.full(nbytes, value, np.uint8))
