@@ -75,7 +75,7 @@ class CupyDevice:
         self._runtime = cupy.cuda.runtime
         self.index = index
         self._device = cupy.cuda.Device(index)
-        self._device.use()
+        self.use()
         self.arch, self.gpu = arch_of_device(), gpu_name()
         self.sms = int(self._device.attributes["MultiProcessorCount"])
         self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -83,6 +83,10 @@ class CupyDevice:
         self._held: dict[int, Any] = {}
         self._functions: dict[tuple[Any, ...], Mapping[str, Function]] = {}
         self._lt: Lt | None = None
+
+    def use(self) -> None:
+        """Makes it the device of the calling thread, which every thread that allocates, loads or launches must have done."""
+        self._device.use()
 
     def alloc(self, nbytes: int) -> int:
         memory = self._cupy.cuda.alloc(max(nbytes, 1))

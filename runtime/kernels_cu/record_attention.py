@@ -7,8 +7,9 @@ from dataclasses import replace
 from runtime.kernels_cu import tree_mla as family
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.recorder import Recorder, op
-from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, default_config
+from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, candidates, default_config, predict_us
 
+_EXPECTED_KEYS, _TREE_ROWS = 8192, 9  # a context, and a tree's rows, for which a bucket's configuration is chosen
 _INVARIANT_ROWS, _INVARIANT_STREAMS = 64, 8  # for these the one configuration of an invariant backend is chosen
 _SPLITS, _LEAST_TILES = 64, 8  # its ranges of keys: at most so many of the longest sequence, and none shorter
 
@@ -37,7 +38,7 @@ def tree_mla(
         )
     dims = Dims(len(q), len(ctx), q.shape[1], pages.shape[1] * page_size, page_size, ancestors.shape[1])
     config = r.choose(("tree_mla", dims), lambda: _config(r, dims))
-    functions = r.device.functions(family.SOURCE, config.defines(dims.heads), family.ENTRIES)
+    functions = r.device.functions(config.source, config.defines(dims.heads), family.ENTRIES)
     family.check_resident(config, r.device.resident(functions["tree_mla"], config.threads, config.smem_bytes()))
     blocks = r.device.sms
     at = r.scratch("tree_mla", family.workspace_bytes(dims, config, blocks))
@@ -51,11 +52,14 @@ def tree_mla(
 
 
 def _config(r: Recorder, dims: Dims) -> Config:
+    """What is predicted to serve a bucket best: its rows may be one of each stream, or trees."""
     dims.check()
-    if not r.invariant:
-        return default_config(dims, r.device.arch, r.hw)
-    chunk = max(_LEAST_TILES, -(-dims.keys // (TILE * _SPLITS)))
-    one = replace(dims, M=_INVARIANT_ROWS, B=_INVARIANT_STREAMS, words=1)
-    config = default_config(one, r.device.arch, r.hw, chunk=chunk)
-    config.check(dims, r.device.arch)
-    return config
+    arch = r.device.arch
+    if r.invariant:
+        chunk = max(_LEAST_TILES, -(-dims.keys // (TILE * _SPLITS)))
+        config = default_config(replace(dims, M=_INVARIANT_ROWS, B=_INVARIANT_STREAMS, words=1), arch, r.hw, chunk=chunk)
+        config.check(dims, arch)
+        return config
+    keys = min(dims.keys, _EXPECTED_KEYS)
+    loads = [replace(dims, B=min(dims.B, -(-dims.M // rows)), keys=keys) for rows in (1, _TREE_ROWS)]
+    return min(candidates(dims, arch), key=lambda config: sum(predict_us(load, config, r.hw, r.device.sms) for load in loads))
