@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from model import dflash, kimi_k26
 from runtime.types import Array, DraftPlan, StepPlan
@@ -14,6 +14,14 @@ class Drafter:
     config: dflash.Config
     weights: dflash.Weights
     cache: dflash.Cache
+
+
+class BlockShape(NamedTuple):
+    """Rows of a block, the token of those that ask, and where positions stop."""
+
+    block: int
+    mask_token: int
+    last_position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +43,21 @@ class BoundModel:
         if self.drafter:
             dflash.write_context(ops, self.drafter.config, self.drafter.weights, taps, plan, self.drafter.cache)
 
+    @property
+    def block_shape(self) -> BlockShape:
+        """What the rows of a block are made from, for whoever makes them elsewhere than on the host."""
+        config = self._drafter().config
+        return BlockShape(config.block, config.mask_token, self.last_position)
+
     def block(self, ops: Any, comm: Any, plan: DraftPlan) -> Array:
+        return self.block_from(ops, comm, plan, dflash.block_rows(self._drafter().config, plan, self.last_position))
+
+    def block_from(self, ops: Any, comm: Any, plan: DraftPlan, rows: tuple[Array, Array, Array]) -> Array:
+        """The block of rows made already: token, pos [B*block] and mask_rows [B*(block-1)]."""
+        d = self._drafter()
+        return dflash.block_logits(ops, comm, d.config, d.weights, self.weights, *rows, plan, d.cache, self.page_size)
+
+    def _drafter(self) -> Drafter:
         if self.drafter is None:
             raise RuntimeError("this model was loaded without a drafter")
-        d = self.drafter
-        token, pos, mask_rows = dflash.block_rows(d.config, plan, self.last_position)
-        return dflash.block_logits(ops, comm, d.config, d.weights, self.weights, token, pos, mask_rows, plan, d.cache, self.page_size)
+        return self.drafter

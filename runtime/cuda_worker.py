@@ -1,0 +1,198 @@
+"""One rank on a GPU: plans go out through mapped memory, a graph runs, results come back with the launch's number.
+
+GPU-unverified: whole generations run on the CPU shim, none yet on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from runtime.graph.audit import Audit, audit_program
+from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes
+from runtime.graph.driver import Driver
+from runtime.graph.fields import DraftFields, StepFields
+from runtime.graph.probe import Probe
+from runtime.graph.programs import Program, Programs, Recording
+from runtime.graph.results import Results, draft_columns, result_columns, wanted_alternatives
+from runtime.kernels_cu.array import DeviceArray
+from runtime.kernels_cu.backend import CudaBackend
+from runtime.kernels_cu.sample import check_tables
+from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan
+from runtime.types import MAX_LOGPROBS, Array, DraftLogits, DraftPlan, StepPlan, StepResult
+from runtime.worker import Limits
+
+LOG = logging.getLogger(__name__)
+DEADLINE_S = 120.0
+_NUMBERS = 1 << 32  # of launches; they wrap
+
+
+class CudaWorker:
+    """Executes plans on one device. Every size is recorded here, once; `capture` makes graphs of what is recorded.
+
+    sizes: the M of steps, rising, `limits.max_rows` the last. A launch takes the smallest that holds its rows, whatever the
+    plan's bucket says. `step` leaves the taps of its rows for the `draft` that follows it.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        backend: CudaBackend,
+        comm: Any,
+        model: Any,
+        limits: Limits,
+        layout: PlanLayout,
+        sizes: Sequence[int] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.limits, self.driver, self.backend = limits, driver, backend
+        self._deadline_s, self._launches, self._stepped = deadline_s, 0, False
+        self._due: tuple[Results, int] | None = None  # the last draft launch that nobody has waited for
+        self.sizes = fit_sizes(limits.max_rows, sizes)
+        recording, seqs = Recording(driver, backend, comm, model), layout.max_seqs
+        top = min(MAX_LOGPROBS, limits.vocab_size)
+        self._layout, self._plan = layout, StepFields(driver, layout)
+        results = Results(driver, limits.max_rows, result_columns(top))
+        outs = [(rows, out) for rows in self.sizes for out in out_sizes(rows, seqs)]
+        self._steps = Programs("step", outs, driver, lambda rows, out: recording.step(self._plan, results, rows, out, top))
+        self.kinds = [self._steps]
+        if limits.draft_depth:
+            self._record_drafter(recording, seqs)
+        backend.seal()
+
+    def _record_drafter(self, recording: Recording, seqs: int) -> None:
+        driver, top, depth = self.driver, self.limits.draft_top_k, self.limits.draft_depth
+        self._draft_layout = DraftLayout(seqs, self._layout.max_pages, self.limits.max_rows)
+        self._draft_plan = DraftFields(driver, self._draft_layout)
+        noted, drafts = Results(driver, 0, {}), Results(driver, seqs * depth, draft_columns(top))
+        plan, taps = self._draft_plan, next(iter(self._steps)).arrays["taps"]
+        counts = [(rows, 0) for rows in self.sizes]
+        streams = [(count, 0) for count in fit_sizes(seqs, [size for size in DEFAULT_SIZES if size <= seqs])]
+        self._contexts = Programs("context", counts, driver, lambda rows, _: recording.context(plan, noted, taps, rows))
+        self._blocks = Programs("block", streams, driver, lambda rows, _: recording.block(plan, drafts, rows, top))
+        self.kinds += [self._contexts, self._blocks]
+
+    def capture(self, buckets: Iterable[int] | None = None, progress: Callable[[Iterator[Program]], Iterable[Program]] = iter) -> int:
+        """Makes graphs of all that is recorded, or of the steps of these buckets alone; how many there are then.
+
+        progress wraps what is to be captured, largest first (tqdm does). Raises ValueError for a bucket that is not recorded.
+        """
+        wanted = None if buckets is None else set(buckets)
+        if wanted is not None and not wanted <= set(self.sizes):
+            raise ValueError(f"capture: {sorted(wanted - set(self.sizes))} are no buckets of this engine; {list(self.sizes)} are")
+        programs = [p for p in self.programs() if not p.captured and (wanted is None or (p.kind == "step" and p.rows in wanted))]
+        self.driver.device.synchronize()
+        for program in progress(iter(programs)):
+            self._kind(program.kind).capture(program)
+        return sum(program.captured for program in self.programs())
+
+    def programs(self) -> Iterator[Program]:
+        """Everything that is launched: steps, largest first, then the drafter's."""
+        for kind in self.kinds:
+            yield from kind
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Runs the target over the plan's rows and draws the token after each out_row."""
+        rows = len(plan.out_rows)
+        check_tables(plan.adjust_seq, plan.adjust_row, plan.mask_rows)
+        program = self._steps.find(plan.m, rows)
+        pack_plan(plan, self._layout, self._plan.blob.host)
+        start, number = time.perf_counter(), self._next()
+        self._plan.set_number(number)
+        program.graph.launch()
+        program.results.wait(number, self._deadline_s, f"step of {plan.m} rows")
+        step_us = (time.perf_counter() - start) * 1e6
+        self._stepped = True
+        read, wanted = program.results.read, wanted_alternatives(plan.logprobs)
+        none = np.zeros((rows, 0))
+        return StepResult(
+            target=read("target", rows),
+            logp=read("logp", rows),
+            finite=read("finite", rows),
+            top_ids=read("top_ids", rows)[:, :wanted] if wanted else none.astype(np.int32),
+            top_logp=read("top_logp", rows)[:, :wanted] if wanted else none.astype(np.float32),
+            step_us=step_us,
+        )
+
+    def draft(self, plan: DraftPlan) -> DraftLogits:
+        """Materialises the context of tap_rows (rows of the last step), then proposes a block for each root."""
+        depth, top, streams, taps = self.limits.draft_depth, self.limits.draft_top_k, len(plan.root), len(plan.tap_rows)
+        if not depth:
+            raise RuntimeError("draft: this model was loaded without a drafter")
+        if taps and not self._stepped:
+            raise RuntimeError("draft: tap_rows name rows of the last step, but no step has run")
+        self._settle()
+        shape = (streams, depth, top)
+        if taps or streams:
+            pack_draft(plan, self._draft_layout, self._draft_plan.blob.host)
+            number = self._next()
+            self._draft_plan.set_number(number)
+        if taps:
+            context = self._contexts.find(taps)
+            context.graph.launch()
+            self._due = context.results, number
+        if not streams:
+            return DraftLogits(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+        block = self._blocks.find(streams)
+        block.graph.launch()
+        block.results.wait(number, self._deadline_s, f"draft for {streams} streams")
+        self._due = None
+        ids, logp = (block.results.read(name, streams * depth).reshape(shape) for name in ("ids", "logp"))
+        return DraftLogits(ids, logp)
+
+    def audit(self, probe: Probe, repeats: int = 20, measure: bool = True) -> Audit:
+        """What each program launches, moves and, if measured, takes when it is full.
+
+        Measuring writes into any page of the cache: not with requests open, and not before prefix hits are wanted.
+        """
+        self._settle()
+        before = self.driver.free_bytes(), self.backend.arena.nbytes
+        found = []
+        for program in self.programs():
+            if measure:
+                self._run(program, probe)
+            known = probe.known(program.rows) if program.kind == "step" else {"keys": program.rows * probe.ctx}
+            found.append(audit_program(program, self.driver, self.backend.hw, known, repeats if measure else 0))
+        after = self.driver.free_bytes(), self.backend.arena.nbytes
+        return Audit(self.backend.device.gpu, self.backend.hw, tuple(found), before[1], before == after)
+
+    def _run(self, program: Program, probe: Probe) -> None:
+        """One launch of a full bucket, to its end."""
+        number = self._next()
+        if program.kind == "step":
+            pack_plan(probe.step(program.rows, program.out_rows), self._layout, self._plan.blob.host)
+            self._plan.set_number(number)
+        else:
+            counts = (0, program.rows) if program.kind == "context" else (program.rows, 0)
+            pack_draft(probe.draft(*counts), self._draft_layout, self._draft_plan.blob.host)
+            self._draft_plan.set_number(number)
+        program.graph.launch()
+        program.results.wait(number, self._deadline_s, program.name)
+
+    def host(self, array: DeviceArray) -> Array:
+        """A copy of device memory as the launches so far have left it; for tests and tools."""
+        return self.backend.host(array)
+
+    def close(self) -> None:
+        """Waits for what still runs."""
+        self._settle()
+        self.driver.device.synchronize()
+        self._stepped = False
+
+    def _kind(self, name: str) -> Programs:
+        return next(kind for kind in self.kinds if kind.kind == name)
+
+    def _next(self) -> int:
+        self._launches = self._launches % (_NUMBERS - 1) + 1
+        return self._launches
+
+    def _settle(self) -> None:
+        """Waits for a draft whose results nobody wanted: its plan is read until then."""
+        if self._due is not None:
+            results, number = self._due
+            results.wait(number, self._deadline_s, "drafter's context")
+            self._due = None

@@ -1,0 +1,1 @@
+"""One graph for each size of step: buckets, recording, capture, replay, audit."""

@@ -1,0 +1,78 @@
+"""Plans that fill a bucket, to time it: streams of equal length, chains of rows, greedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.tree import chain_bits
+from runtime.types import I32, DraftPlan, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """streams sequences of ctx committed tokens each; their pages start over where there are too few (then they share slots)."""
+
+    streams: int
+    ctx: int
+    vocab: int
+    num_pages: int
+    page_size: int
+
+    def pages(self, streams: int, positions: int) -> I32:
+        """[B, P], page 0 left out."""
+        each = -(-positions // self.page_size)
+        return (1 + np.arange(streams * each) % max(self.num_pages - 1, 1)).astype(np.int32).reshape(streams, each)
+
+    def step(self, rows: int, out_rows: int) -> StepPlan:
+        """A plan of exactly `rows` rows in at most `streams` sequences, of which the last out_rows want a token."""
+        streams = min(self.streams, rows)
+        counts = np.full(streams, rows // streams, np.int32)
+        counts[: rows % streams] += 1
+        row0 = (np.cumsum(counts) - counts).astype(np.int32)
+        seq = np.repeat(np.arange(streams, dtype=np.int32), counts)
+        node = np.arange(rows, dtype=np.int32) - row0[seq]
+        pages = self.pages(streams, self.ctx + int(counts.max()))
+        at = self.ctx + node
+        bits = np.zeros((rows, -(-int(counts.max()) // 64)), np.uint64)
+        for first, count in zip(row0.tolist(), counts.tolist(), strict=True):
+            bits[first : first + count] = chain_bits(count, bits.shape[1])
+        zero, none = np.zeros(streams, np.float32), np.zeros((0, 2), np.int32)
+        return StepPlan(
+            bucket=rows,
+            token=(np.arange(rows, dtype=np.int64) * 7919 % self.vocab).astype(np.int32),
+            pos=at.astype(np.int32),
+            slot=(pages[seq, at // self.page_size] * self.page_size + at % self.page_size).astype(np.int32),
+            seq=seq,
+            ancestors=bits,
+            ctx=np.full(streams, self.ctx, np.int32),
+            row0=row0,
+            pages=pages,
+            moves=none,
+            out_rows=np.arange(rows - min(out_rows, rows), rows, dtype=np.int32),
+            seed=np.zeros(streams, np.uint64),
+            temperature=zero,
+            top_p=zero + 1,
+            min_p=zero,
+            top_k=np.zeros(streams, np.int32),
+            logprobs=np.full(streams, -1, np.int32),
+            adjust_seq=none,
+            adjust_seq_by=none.astype(np.float32),
+            adjust_row=none,
+            adjust_row_by=none.astype(np.float32),
+            mask_rows=np.zeros(0, np.int32),
+            masks=np.zeros((0, 0), np.uint32),
+        )
+
+    def draft(self, streams: int, taps: int) -> DraftPlan:
+        """A plan of that many roots and taps."""
+        tap = np.arange(taps, dtype=np.int32)
+        root = (np.arange(streams, dtype=np.int64) * 7919 % self.vocab).astype(np.int32)
+        slots = self.page_size + tap % max((self.num_pages - 1) * self.page_size, 1)
+        return DraftPlan(root, np.full(streams, self.ctx, np.int32), self.pages(streams, self.ctx + 1), tap, tap, slots.astype(np.int32))
+
+    def known(self, rows: int) -> dict[str, float]:
+        """What a step's costs need beyond shapes: keys over the batch, keys over all rows."""
+        streams = min(self.streams, rows)
+        return {"keys": streams * self.ctx + rows, "row_keys": rows * self.ctx + rows * (rows / streams + 1) / 2}
