@@ -15,6 +15,7 @@ MAX_DRAFT_DEPTH = 64
 DEFAULT_TREE_BUDGET = 16
 AUTO = "auto"  # as tree_budget: one budget for all streams, chosen at every step from the cost curve
 METHODS = ("ddtree", "dflash", "none")
+POLICIES = ("fcfs", "priority")
 
 
 def _check_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
@@ -37,7 +38,12 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int = 1024  # requests that may wait beyond the free seats; one more is QueueFull
     step_deadline_s: float = 120.0  # a step that takes longer is a hang: check_health says so
+    scheduling_policy: str = "fcfs"  # or "priority": requests of lower `priority` first, equal ones by arrival
+    tpot_target_ms: float | None = None  # time an output token of a stream may take on average; None: seats alone bound admission
     buckets: tuple[int, ...] = ()  # the M that steps are launched with, rising; empty: any M
+    gpu_memory_utilization: float = 0.9  # share of a device's memory for weights, buffers and pages together
+    enforce_eager: bool = False  # launch kernel by kernel instead of capturing graphs
+    batch_invariant: bool = False  # one configuration of every kernel: a row's bits do not depend on its company
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -51,6 +57,12 @@ class EngineConfig:
             _check_int("num_pages", self.num_pages, 2)
         if not isinstance(self.step_deadline_s, (int, float)) or not self.step_deadline_s > 0:
             raise ValueError(f"step_deadline_s: {self.step_deadline_s!r} is not a number of seconds above 0")
+        if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization: {self.gpu_memory_utilization!r} is not a number in (0, 1]")
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(f"scheduling_policy: {self.scheduling_policy!r} is none of {', '.join(POLICIES)}")
+        if self.tpot_target_ms is not None and not 0 < self.tpot_target_ms < math.inf:
+            raise ValueError(f"tpot_target_ms: {self.tpot_target_ms!r} is not a number of milliseconds above 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} rows are fewer than max_num_seqs {self.max_num_seqs}, "

@@ -16,7 +16,7 @@ import numpy as np
 from runtime.config import EngineConfig
 from runtime.cycle import Cycle, Delivery
 from runtime.env import load_env
-from runtime.executor import Executor, Watched
+from runtime.executor import Captures, Executor, Watched
 from runtime.nvtx import find_ranges
 from runtime.pages import PagePool
 from runtime.scheduler import Scheduler
@@ -91,6 +91,7 @@ class Engine:
             last_draftable=limits.max_positions - 1 - limits.draft_depth,
         )
         self._watched = executor if isinstance(executor, Watched) else None
+        self._captures = executor if isinstance(executor, Captures) else None
         self._cycle = Cycle(executor, speculator or NoSpeculation(), self._scheduler, config, self._stats)
         self._wake = threading.Condition()  # guards the five fields below
         self._open: dict[str, Sequence] = {}
@@ -183,6 +184,14 @@ class Engine:
             stats.rejected = self._stats.rejected
             return stats
 
+    def capture(self, buckets: Iterable[int] | None = None) -> int:
+        """Captures the steps of these buckets (None: all) as graphs, between two steps; how many graphs there are then.
+
+        0 where the executor has none. Raises ValueError naming a bucket that it was not built for.
+        """
+        with self._stepping:
+            return self._captures.capture(buckets) if self._captures is not None else 0
+
     def trace_to(self, trace: StepTrace | None) -> None:
         """From the next stage on every stage and step is written to `trace`, which stays the caller's to close; None ends that."""
         self._stats.trace = trace
@@ -219,6 +228,8 @@ class Engine:
             raise InvalidRequest("n", f"{params.n} choices in one engine request; submit one request for each")
         if not 0 <= request.seed < 2**64:
             raise InvalidRequest("seed", f"{request.seed} is not in [0, 2^64)")
+        if params.priority and self._config.scheduling_policy == "fcfs":
+            raise InvalidRequest("priority", f"{params.priority}, but requests are served as they arrive; use scheduling_policy 'priority'")
         params.check_tokens(self._limits.vocab_size)
         left = self.max_model_len - length
         return params.replace(max_tokens=left if params.max_tokens is None else min(params.max_tokens, left))

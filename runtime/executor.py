@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from runtime.types import DraftLogits, DraftPlan, StepPlan, StepResult
@@ -33,3 +34,11 @@ class Watched(Protocol):
 
     def trouble(self) -> str | None:
         """Why no further step can succeed, or None."""
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """An executor that replays steps as graphs."""
+
+    def capture(self, buckets: Iterable[int] | None = None) -> int:
+        """Captures the steps of these buckets, None: all there are; returns how many graphs there are then."""
