@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.budget import Allocation, Calibration, allocate, caps_mask, ease_weights, prune
+from runtime.budget import Allocation, Calibration, allocate, caps_mask, prune, stream_weights
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
 from runtime.executor import Executor
 from runtime.outlook import Outlook
+from runtime.price import Price
 from runtime.speculate import Load, Root, Taps, Verified, draft_depth, make_draft_plan
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
@@ -49,7 +50,7 @@ class BudgetSpeculation:
         self.outlook = Outlook()
         self._executor = executor
         self._top_k = config.draft_top_k
-        self._load = Load(0, 0, 0)
+        self._load = Load(0, 0, 1 << 30, 0, 0)
         self._proposed: _Proposed | None = None
         self._drafted = 0
         self._draft_s = 0.0
@@ -65,9 +66,10 @@ class BudgetSpeculation:
         """One draft call for all roots, or none where it should not pay; taps are written in either case."""
         self._proposed, self._drafted, self._draft_s = None, 0, 0.0
         load, most = self._load, sum(root.nodes for root in roots)
-        base, rows = max(load.decoding, len(roots)), max(load.rows, len(roots))
+        decoding = max(load.decoding, len(roots))
+        price = Price(self.curve, decoding, load.prompt, load.limit, load.reserved, load.ctx)
         with stats.stage("plan"):
-            pays = self.outlook.pays(self.curve, rows=rows, base=base, streams=len(roots), ctx=load.ctx, most=most)
+            pays = self.outlook.pays(price, base=decoding, streams=len(roots), most=most)
         if not pays:
             if len(taps):
                 with stats.stage("draft"):
@@ -78,9 +80,9 @@ class BudgetSpeculation:
             logits = self._executor.draft(make_draft_plan(roots, taps))
             self._drafted, self._draft_s = len(roots), time.perf_counter() - start
         with stats.stage("grow"):
-            return self._grow(roots, logits, rows, base, most)
+            return self._grow(roots, logits, price, most)
 
-    def _grow(self, roots: Sequence[Root], logits: DraftLogits, rows: int, base: int, most: int) -> list[DraftTree]:
+    def _grow(self, roots: Sequence[Root], logits: DraftLogits, price: Price, most: int) -> list[DraftTree]:
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
         caps = np.array([root.most or root.nodes for root in roots])
@@ -92,18 +94,16 @@ class BudgetSpeculation:
         found = allocate(
             value,
             usable,
-            self.curve,
-            rows=rows,
-            base=float(base),
+            price,
+            base=float(price.roots),
             drafted=len(roots),
-            weights=ease_weights(value),
-            ctx=self._load.ctx,
+            weights=stream_weights(value, np.array([root.weight for root in roots])),
             most=most,
         )
         self._proposed = _Proposed([root.id for root in roots], forest, found)
         return prune(forest, found.kept)
 
-    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], stats: EngineStats) -> None:
+    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         """Learns from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
         step_s = stats.stage_s["verify"] - self._verify_s
         whole_s = time.perf_counter() - self._started_s
@@ -122,6 +122,7 @@ class BudgetSpeculation:
                 realised=sum(len(v.path) for v in verified.values()),
                 expected_s=self.curve.step_seconds(rows, self._drafted, self._load.ctx),
                 step_s=whole_s,
+                experts=experts,
             )
         )
         if self._proposed is not None:

@@ -2,6 +2,8 @@
 
     n* = argmax over n >= 0 of (base + sum of the n largest node values) ÷ (overhead + T_d(S) + T(rows + n))
 
+with prompt rows priced on the same curve (`runtime.price`).
+
 Every node of every stream competes on its value alone: the chance that it is accepted, times its stream's weight. A child is
 never worth more than its parent, so the n best nodes of all streams are closed under parents by themselves (DDTree,
 arXiv 2604.12989, propositions 1 and 2, hold for the streams side by side). The whole curve is scanned: on a mixture of
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.curve import CostCurve
+from runtime.price import Price
 from runtime.tree import Forest
 from runtime.types import I64, Array, Bools, DraftTree
 
@@ -36,42 +38,36 @@ class Allocation:
     nodes: I64  # [B] nodes of each stream, roots not counted
     total: int  # their sum, n*
     expected: float  # of them accepted, on average: the sum of their values, weights left out
-    seconds: float  # overhead + draft + T(rows + n*)
+    seconds: float  # the price of n*: overhead + draft + T, without what prompt rows cost by themselves
 
 
 def allocate(
     value: F64,
     usable: Bools,
-    curve: CostCurve,
+    price: Price,
     *,
-    rows: int,
     base: float,
     drafted: int,
     weights: Array | None = None,
-    ctx: int = 0,
     most: int | None = None,
 ) -> Allocation:
     """Chooses the nodes of one step over all streams.
 
     value: [B, N] chance that node j + 1 of stream b is accepted, never above its parent's, in [0, 1]. usable: [B, N] nodes
-    that exist and are within their stream's cap on nodes and depth, closed under parents. rows: rows of the step without
-    draft nodes: a root for each decoding stream and all prompt rows. base: tokens (times weight) that come without any
-    node. drafted: streams whose draft has been paid. weights: [B] what a token of a stream is worth (default 1), above 0.
-    most: most nodes in all; the curve's last bucket bounds them too. Ties in rate go to fewer nodes, ties in value to the lower
-    stream, then the lower node.
-    Scans every n: only bucket edges can win, as nodes are worth more than 0 and T is constant between two edges.
+    that exist and are within their stream's cap on nodes and depth, closed under parents. base: tokens (times weight)
+    that come without any node. drafted: streams whose draft has been paid. weights: [B] what a token of a stream is worth
+    (default 1), above 0. most: most nodes in all; the room of the price bounds them too. Ties in rate go to fewer nodes, ties
+    in value to the lower stream, then the lower node.
+    Scans every n that can win: `Price.counts`.
     """
     worth = value if weights is None else value * np.asarray(weights, np.float64)[:, None]
     worth = np.where(usable, worth, 0.0)
     flat = worth.ravel()
     falling = np.sort(flat)[::-1]
     positive = len(falling) - int(np.searchsorted(falling[::-1], 0.0, side="right"))
-    last = int(curve.buckets[-1])  # no step is launched with more rows
-    room = max(0, min(positive, last - rows, positive if most is None else most))
-    gain = np.concatenate([[0.0], np.cumsum(falling[:room])])
-    fit = curve.buckets - rows
-    counts = np.concatenate([[0], fit[(fit > 0) & (fit < room)], [room] if room else []]).astype(np.int64)
-    seconds = curve.overhead_s + curve.draft(drafted) + curve.step(rows + counts, ctx)
+    counts = price.counts(positive if most is None else min(positive, most))
+    gain = np.concatenate([[0.0], np.cumsum(falling[: int(counts[-1])])])
+    seconds = price.seconds(counts, drafted)
     best = int(np.argmax((base + gain[counts]) / seconds))
     total = int(counts[best])
     kept = _first(worth, falling, total)
@@ -99,6 +95,12 @@ def ease_weights(value: F64) -> F64:
     ease = (1.0 + value[:, :EASE_NODES].sum(axis=1)) ** -EASE
     weights: F64 = ease / ease.mean() if len(ease) else ease
     return weights
+
+
+def stream_weights(value: F64, asked: Array) -> F64:
+    """[B] weights of mean 1: ease times what the requests ask for, [B] above 0. One stream alone weighs 1 whatever it asks."""
+    weights: F64 = ease_weights(value) * np.asarray(asked, np.float64)
+    return weights / weights.mean() if len(weights) else weights
 
 
 def caps_mask(forest: Forest, nodes: Array, depth: Array) -> Bools:

@@ -57,6 +57,7 @@ class Cycle:
         self._pool = scheduler.pool
         self._keep_taps = executor.limits.draft_depth > 0
         self._taps = Taps.none()
+        self._pruned: frozenset[str] = frozenset()  # sequences whose trees a constraint made smaller
         self._moves: I32 = np.zeros((0, 2), np.int32)
 
     def run(self) -> list[Delivery]:
@@ -76,7 +77,7 @@ class Cycle:
         with stats.stage("emit"):
             deliveries = self._settle(shares, plan, verdicts, result)
         if self._watcher is not None:
-            self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts), stats)
+            self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
         stats.count_step(plan.bucket, plan.m, time.perf_counter() - start, result.experts)
         return deliveries
 
@@ -88,7 +89,9 @@ class Cycle:
         taps, self._taps = self._taps, Taps.none()
         trees = self._speculator.propose(roots, taps, self._stats)
         held = {sequence.id: sequence.constraint for sequence in self._scheduler.running}
-        return {root.id: prune(held.get(root.id), tree) for root, tree in zip(roots, trees, strict=True)}
+        pruned = {root.id: prune(held.get(root.id), tree) for root, tree in zip(roots, trees, strict=True)}
+        self._pruned = frozenset(root.id for root, tree in zip(roots, trees, strict=True) if len(pruned[root.id]) != len(tree))
+        return pruned
 
     def _judge(self, shares: list[Share], plan: StepPlan, result: StepResult) -> list[Verdict]:
         """A verdict for each tree, in order."""
@@ -216,11 +219,11 @@ class Cycle:
             self._scheduler.give_back(sequence)
 
 
-def _verified(shares: list[Share], verdicts: list[Verdict]) -> dict[str, Verified]:
+def _verified(shares: list[Share], verdicts: list[Verdict], pruned: frozenset[str]) -> dict[str, Verified]:
     """What became of the trees of decoding sequences, by sequence id."""
     trees = [share for share in shares if share.tree is not None]
     return {
-        share.sequence.id: Verified(share.nodes - 1, verdict.path, not verdict.corrupted)
+        share.sequence.id: Verified(share.nodes - 1, verdict.path, not verdict.corrupted and share.sequence.id not in pruned)
         for share, verdict in zip(trees, verdicts, strict=True)
         if share.before == 0
     }

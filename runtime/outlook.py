@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.curve import CostCurve
+from runtime.price import UNBOUNDED, Price
 
 F64 = NDArray[np.float64]
 POOL = 64  # draft trees remembered
@@ -25,28 +25,28 @@ class Outlook:
         self._seen = 0
         self._skipped = 0
         self._patience = PROBE
+        self._sums: F64 | None = None  # of _gain, until the pool changes
 
     def observe(self, value: F64) -> None:
         """Remembers the values [B, N] of trees as they were drafted (0: no node); the oldest make room."""
         if value.shape[1] > self._pool.shape[1]:
             self._pool = np.pad(self._pool, ((0, 0), (0, value.shape[1] - self._pool.shape[1])))
+        self._sums = None
         for row in value[-POOL:]:
             place = self._seen % POOL
             self._pool[place] = 0.0
             self._pool[place, : len(row)] = row
             self._seen += 1
 
-    def pays(self, curve: CostCurve, *, rows: int, base: float, streams: int, ctx: int = 0, most: int = 1 << 30) -> bool:
+    def pays(self, price: Price, *, base: float, streams: int, most: int = UNBOUNDED) -> bool:
         """Whether a draft for `streams` roots should raise tokens/s; now and then True whatever is expected, after
         PROBE steps without a draft, and after twice as many each time until drafts pay again.
 
-        rows, base, ctx, most as in `budget.allocate`.
+        base, most as in `budget.allocate`.
         """
         if streams == 0:
             return False
-        trees = min(self._seen, POOL)
-        plain = base / curve.step_seconds(rows, 0, ctx)
-        if trees == 0 or self._best(curve, rows, base, streams, ctx, most, trees) > MARGIN * plain:
+        if not self._seen or self.best(price, base, streams, most)[0] > MARGIN * base / float(price.seconds(0, 0)):
             self._skipped, self._patience = 0, PROBE
             return True
         self._skipped += 1
@@ -55,13 +55,19 @@ class Outlook:
         self._skipped, self._patience = 0, min(2 * self._patience, LONGEST_PROBE)
         return True
 
-    def _best(self, curve: CostCurve, rows: int, base: float, streams: int, ctx: int, most: int, trees: int) -> float:
-        falling = np.sort(self._pool[:trees].ravel())[::-1]
-        falling = falling[: int(np.count_nonzero(falling))]
-        room = max(0, min(most, int(curve.buckets[-1]) - rows, len(falling) * streams // trees))
-        fit = curve.buckets - rows
-        counts = np.concatenate([[0], fit[(fit > 0) & (fit < room)], [room]])
-        total = np.concatenate([[0.0], np.cumsum(falling)])
-        gain = np.interp(counts * trees / streams, np.arange(len(total)), total) * streams / trees
-        seconds = curve.overhead_s + curve.draft(streams) + curve.step(rows + counts, ctx)
-        return float(np.max((base + gain) / seconds))
+    def best(self, price: Price, base: float, streams: int, most: int = UNBOUNDED) -> tuple[float, int]:
+        """The best tokens/s that trees like the last ones allow with a draft for `streams` roots, and its node count."""
+        trees = max(1, min(self._seen, POOL))
+        total = self._gain()
+        counts = price.counts(min(most, (len(total) - 1) * streams // trees))
+        gain = np.interp(counts * trees / max(streams, 1), np.arange(len(total)), total) * streams / trees
+        rates = (base + gain) / price.seconds(counts, streams)
+        place = int(np.argmax(rates))
+        return float(rates[place]), int(counts[place])
+
+    def _gain(self) -> F64:
+        """Sums of the 0, 1, 2 … largest values of the pool."""
+        if self._sums is None:
+            falling = np.sort(self._pool[: min(self._seen, POOL)].ravel())[::-1]
+            self._sums = np.concatenate([[0.0], np.cumsum(falling[: int(np.count_nonzero(falling))])])
+        return self._sums

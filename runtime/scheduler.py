@@ -1,22 +1,24 @@
-"""Who gets rows and pages in the next step. First come, first served; nobody starves.
+"""Who gets rows and pages in the next step. By priority, then first come, first served; among equals nobody starves.
 
 A step has room for `max_rows` rows. In order of claim:
 
-1. every running sequence has a page for its newest token: the oldest takes from the youngest;
+1. every running sequence has a page for its newest token: the first in order takes from the last;
 2. every decoding sequence gets one row;
 3. prompts, running ones and those now admitted, have a quarter of the rows to themselves;
 4. draft nodes take what is left, within the pages that are left;
-5. prompts take the rest.
+5. prompts take the rest, up to `chunk` rows while anybody decodes.
 
-So trees shrink before a prompt waits or a sequence is preempted for them. The oldest sequence can
-always take every page, and no request is longer than all pages together: something always moves.
+So trees shrink before a prompt waits or a sequence is preempted for them. The first sequence in order
+can always take every page, and no request is longer than all pages together: something always moves.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping
+from itertools import count, islice
 
 import numpy as np
 
@@ -34,8 +36,9 @@ class Scheduler:
     """Waiting and running sequences, and the pages they hold.
 
     Between two steps a running sequence holds the pages of its `length` tokens and no more; pages of
-    rejected draft nodes are given back with them. `running` and `waiting` are in order of arrival,
-    and all that run came before all that wait.
+    rejected draft nodes are given back with them. `running` and `waiting` are sorted by `Sequence.order`,
+    and of equal priority all that run came before all that wait. `seats` and `chunk` may be lowered
+    and raised between two steps (`runtime.pace`): nobody who runs is sent away for it.
     """
 
     def __init__(self, pool: PagePool, stats: EngineStats, *, max_seqs: int, max_rows: int, max_len: int, last_draftable: int) -> None:
@@ -44,16 +47,20 @@ class Scheduler:
         self.max_seqs = max_seqs
         self.max_rows = max_rows
         self.max_len = max_len
+        self.seats = max_seqs  # sequences that may run now
+        self.chunk = max_rows  # prompt rows of a step in which anybody decodes
         self.last_draftable = last_draftable  # last position of a root whose whole draft block has positions
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._arrivals = count()
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        sequence.arrival = next(self._arrivals)
+        self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its pages lose a holder and registered ones stay findable."""
@@ -78,20 +85,23 @@ class Scheduler:
             if sequence.pending == 1:
                 decoding += 1
                 if sequence.left > 1 and 0 < sequence.computed <= self.last_draftable:
-                    wishes.append((sequence, min(nodes, self.max_len - sequence.length)))
+                    cap = nodes if sequence.most_nodes is None else min(nodes, sequence.most_nodes)
+                    wishes.append((sequence, min(cap, self.max_len - sequence.length)))
         rows = self._node_rows(decoding, self._prompt_rows(with_waiting=True))
         shares = _level([wish for _, wish in wishes], rows)
+        now_s = time.monotonic()
         return [
-            Root(s.id, s.tokens, s.pages, nodes=share, depth=min(depth, s.left - 1), most=wish)
+            Root(s.id, s.tokens, s.pages, nodes=share, depth=min(depth, s.left - 1), most=wish, weight=s.draft_weight(now_s))
             for (s, wish), share in zip(wishes, shares, strict=True)
             if share > 0
         ]
 
     def load(self) -> Load:
-        """What the next step holds without draft nodes. Prompts count up to what draft nodes leave them at least."""
-        decoding = [s for s in self.running if s.pending == 1]
-        prompts = min(self._prompt_rows(with_waiting=True), max(1, self.max_rows // PROMPT_SHARE))
-        return Load(min(len(decoding) + prompts, self.max_rows), len(decoding), sum(s.computed for s in decoding))
+        """What the next step holds without draft nodes."""
+        decoding = sum(s.pending == 1 for s in self.running)
+        prompt = min(self._prompt_rows(with_waiting=True), self.max_rows - decoding)
+        reserved = max(1, self.max_rows // PROMPT_SHARE)
+        return Load(decoding, prompt, self.max_rows, reserved, sum(s.computed for s in self.running))
 
     def schedule(self, trees: Mapping[str, DraftTree]) -> list[Share]:
         """Decides the next step: decoding sequences first, with their trees (by id), then chunks.
@@ -104,6 +114,7 @@ class Scheduler:
         nodes = self._node_rows(len(decoding), self._prompt_rows())
         shares: list[Share] = []
         left = self.max_rows
+        chunk = self.chunk if decoding else self.max_rows
         for sequence in decoding:
             tree = self._fit(sequence, trees.get(sequence.id), nodes)
             size = len(tree)
@@ -111,10 +122,11 @@ class Scheduler:
             left -= size
             shares.append(Share(sequence, sequence.computed, 0, size, tree))
         for sequence in self.running:
-            if sequence.pending > 1 and left > 0:
-                count = min(sequence.pending, left)
-                left -= count
-                shares.append(_chunk(sequence, count))
+            if sequence.pending > 1 and min(left, chunk) > 0:
+                rows = min(sequence.pending, left, chunk)
+                left -= rows
+                chunk -= rows
+                shares.append(_chunk(sequence, rows))
         return shares
 
     def give_back(self, sequence: Sequence) -> None:
@@ -124,14 +136,14 @@ class Scheduler:
             self.pool.release(sequence.cut_pages(keep))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the head of the queue with all its tokens and without pages."""
+        """Sends a running sequence back to its place in the queue with all its tokens and without pages."""
         self.running.remove(sequence)
         self.pool.release(sequence.cut_pages(0))
         sequence.computed = 0
         sequence.registered = 0
         sequence.preemptions += 1
         self.stats.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self._queue(sequence)
 
     def check(self) -> None:
         """Raises AssertionError unless pages and sequences agree, as they do between two steps. O(pages), for tests."""
@@ -143,6 +155,15 @@ class Scheduler:
         for sequence in self.waiting:
             if sequence.page_count or sequence.computed:
                 raise AssertionError(f"{sequence.id} waits with {sequence.page_count} pages and {sequence.computed} tokens computed")
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Puts a sequence among those that wait; at an end, in constant time, if all have one priority."""
+        if not self.waiting or self.waiting[-1].order < sequence.order:
+            self.waiting.append(sequence)
+        elif sequence.order < self.waiting[0].order:
+            self.waiting.appendleft(sequence)
+        else:
+            insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _secure_running(self) -> bool:
         """Rule 1; True if a sequence was preempted for it."""
@@ -167,7 +188,7 @@ class Scheduler:
         for each other, and leaves one page for each running sequence, which will soon want it. At
         least the newest token is computed again: its logits are not in the cache.
         """
-        while self.waiting and len(self.running) < self.max_seqs:
+        while self.waiting and len(self.running) < min(self.seats, self.max_seqs):
             decoding = sum(s.pending == 1 for s in self.running)
             if decoding + self._prompt_rows() >= self.max_rows:
                 return
@@ -182,7 +203,7 @@ class Scheduler:
             sequence.add_pages(self.pool.take(missing))
             sequence.computed = len(found) * self.pool.page_size
             sequence.registered = len(found)
-            self.running.append(sequence)
+            insort(self.running, sequence, key=lambda s: s.order)
             if sequence.cached_tokens is None:
                 self._count_admission(sequence)
 
@@ -195,14 +216,16 @@ class Scheduler:
             self.stats.prefix_hits += sequence.computed
 
     def _prompt_rows(self, with_waiting: bool = False) -> int:
-        """Rows that chunks could use; more than a step's rows count as all of them."""
+        """Rows that chunks could use, at most those of a step, or `chunk` while anybody decodes."""
         rows = sum(s.pending for s in self.running if s.pending > 1)
-        if with_waiting and len(self.running) < self.max_seqs:
-            for sequence in self.waiting:
-                if rows >= self.max_rows:
+        most = self.chunk if any(s.pending == 1 for s in self.running) else self.max_rows
+        free = min(self.seats, self.max_seqs) - len(self.running)
+        if with_waiting and free > 0:
+            for sequence in islice(self.waiting, free):
+                if rows >= most:
                     break
                 rows += sequence.pending
-        return min(rows, self.max_rows)
+        return min(rows, most)
 
     def _node_rows(self, decoding: int, prompt_rows: int) -> int:
         """Rows for draft nodes after rules 2 and 3."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -25,6 +26,7 @@ class Stream(Protocol):
 
 LOG = logging.getLogger(__name__)
 OnEmission = Callable[[Emission], None]
+MOST_WEIGHT = 8.0  # of priorities and of a missed target, and one over it: no stream is starved of nodes
 
 
 class Sequence:
@@ -55,6 +57,8 @@ class Sequence:
         self.computed = 0
         self.registered = 0  # leading pages whose content other requests may read
         self.cached_tokens: int | None = None  # found in the prefix cache at first admission
+        self.arrival = 0  # number in order of arrival, set by the scheduler
+        self.first_token_s = 0.0  # time.monotonic() of the first output token
         self.admitted_s = 0.0  # time.monotonic() at first admission
         self.reached = 0  # the most positions that were ever computed: what a preemption takes away does not count twice
         self.preemptions = 0
@@ -81,6 +85,30 @@ class Sequence:
         return self._tokens[: self.length]
 
     @property
+    def order(self) -> tuple[int, int]:
+        """What is less is served first: the priority, then the arrival."""
+        return self.params.priority, self.arrival
+
+    @property
+    def most_nodes(self) -> int | None:
+        """The request's own cap on draft nodes; None: none."""
+        cap = self.params.extra_args.get("tree_budget")
+        return None if cap is None else int(cap)
+
+    def draft_weight(self, now_s: float) -> float:
+        """What a token of this request is worth beside one of a request that asks for nothing.
+
+        Its draft_weight, times 2 for each priority below 0 (halved above), times the square of mean time an output token ÷
+        tpot_target_ms. Priorities and targets count 1/8 … 8 each.
+        """
+        extra = self.params.extra_args
+        weight = float(extra.get("draft_weight", 1.0)) * _within(2.0 ** min(max(-self.params.priority, -9), 9))
+        target_ms = extra.get("tpot_target_ms")
+        if target_ms is not None and self.output_len > 1:
+            weight *= _within(((now_s - self.first_token_s) * 1e3 / (self.output_len - 1) / target_ms) ** 2)
+        return weight
+
+    @property
     def output_len(self) -> int:
         return self.length - self.prompt_len
 
@@ -98,6 +126,8 @@ class Sequence:
             return ""
 
     def append(self, tokens: list[int]) -> None:
+        if tokens and not self.first_token_s:
+            self.first_token_s = time.monotonic()
         end = self.length + len(tokens)
         if end > len(self._tokens):
             self._tokens = np.concatenate([self.tokens, np.empty(max(end, self.length), np.int32)])
@@ -135,3 +165,7 @@ class Sequence:
         if count:
             self.key(count - 1)
         return self._keys[:count]
+
+
+def _within(weight: float) -> float:
+    return min(max(weight, 1 / MOST_WEIGHT), MOST_WEIGHT)

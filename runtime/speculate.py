@@ -25,6 +25,7 @@ class Root:
     nodes: int  # most nodes besides the root, at least 1
     depth: int  # greatest depth of use: with the bonus token no more is left to emit
     most: int = 0  # nodes that the sequence has room for if others take fewer than their even share; 0: `nodes`
+    weight: float = 1.0  # what a token of it is worth beside those of other roots
 
     @property
     def token(self) -> int:
@@ -56,9 +57,11 @@ class Taps:
 class Load:
     """What a step holds without draft nodes, as far as it can be known before."""
 
-    rows: int  # a root for each decoding sequence, and prompt rows
-    decoding: int  # sequences that will emit at least one token
-    ctx: int  # committed tokens of all of them
+    decoding: int  # sequences that will emit at least one token, a root each
+    prompt: int  # rows that prompt chunks take if no draft node is verified
+    limit: int  # most rows of a step; past it draft nodes take the place of prompt rows
+    reserved: int  # prompt rows that draft nodes may not displace
+    ctx: int  # committed tokens of all running sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Verified:
 
     nodes: int  # verified, root not counted: the first ones of the tree that was proposed
     path: Sequence[int]  # accepted nodes, root first
-    sound: bool  # False: a row of the path was not finite
+    sound: bool  # False: a row of the path was not finite, or a constraint took nodes out, so that `path` counts other nodes
 
 
 @runtime_checkable
@@ -76,7 +79,8 @@ class StepWatcher(Protocol):
 
     def before_step(self, load: Load, stats: EngineStats) -> None: ...
 
-    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], stats: EngineStats) -> None: ...
+    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
+        """rows: live ones of the step, bucket: M that was launched, experts: StepResult.experts."""
 
 
 class Speculator(Protocol):

@@ -33,6 +33,7 @@ class BudgetStep:
     realised: int  # tokens drawn along accepted paths
     expected_s: float
     step_s: float
+    experts: float = 0.0  # distinct ones that a layer hit, mean over layers; 0: not counted
 
 
 @dataclass(slots=True)

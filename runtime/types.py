@@ -38,6 +38,13 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64  # each may become an adjustment of every row while min_tokens holds
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 8
+MAX_PRIORITY = 1 << 20
+# SamplingParams.extra_args, what vLLM calls vllm_xargs over HTTP: name -> (type, lowest, highest)
+EXTRA_ARGS: dict[str, tuple[type, float, float]] = {
+    "tree_budget": (int, 0, 1023),  # most draft nodes of this request in a step; 0: it is not drafted for
+    "draft_weight": (float, 0.1, 10.0),  # what a token of it is worth beside those of others, where all share one node budget
+    "tpot_target_ms": (float, 0.1, 1e6),  # time an output token may take: behind it the weight grows, ahead of it it falls
+}
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means argmax
 
 
@@ -76,6 +83,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # alternatives a token; 0: the drawn token's alone
     structured_outputs: StructuredOutputs | None = None
+    priority: int = 0  # lower is served earlier under scheduling_policy "priority"; vLLM takes it beside the parameters
+    extra_args: Mapping[str, float] = field(default_factory=dict)  # EXTRA_ARGS
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -83,6 +92,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "extra_args", dict(self.extra_args or {}))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self.check()
@@ -120,6 +130,7 @@ class SamplingParams:
             ("seed", -(2**63), 2**63 - 1),
             ("max_tokens", 1, 2**31 - 1),
             ("logprobs", 0, MAX_LOGPROBS),
+            ("priority", -MAX_PRIORITY, MAX_PRIORITY),
         ):
             value = getattr(self, name)
             if value is None and name in ("seed", "max_tokens", "logprobs"):
@@ -139,6 +150,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
                 raise InvalidRequest("logit_bias", f"{bias!r} for token {token} is not in [-100, 100]")
+        for name, given in self.extra_args.items():
+            _check_extra(name, given)
 
     def check_tokens(self, vocab_size: int) -> None:
         """Raises InvalidRequest if a token id lies outside [0, vocab_size)."""
@@ -149,6 +162,15 @@ class SamplingParams:
 
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
+
+
+def _check_extra(name: str, given: object) -> None:
+    if name not in EXTRA_ARGS:
+        raise InvalidRequest("extra_args", f"{name!r} is unknown; known: {', '.join(EXTRA_ARGS)}")
+    kind, low, high = EXTRA_ARGS[name]
+    if isinstance(given, bool) or not isinstance(given, (int, kind)) or not low <= given <= high:
+        what = "an integer" if kind is int else "a number"
+        raise InvalidRequest(f"extra_args.{name}", f"{given!r} is not {what} in [{low:g}, {high:g}]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import numpy as np
 from runtime.budget import Allocation, Calibration, allocate, ease_weights
 from runtime.curve import CostCurve
 from runtime.outlook import Outlook
+from runtime.price import Price
 from runtime.tree import Forest
 from runtime.types import I64, Bools
 from tools.replay import Grown, States, grow_states, load_states
@@ -109,7 +110,7 @@ class Replay:
 
     def auto(self, streams: int, policy: str, *, calibrated: bool, eased: bool) -> Record:
         """What the engine does (runtime/allocate.py), and that without one of its parts."""
-        outlook, calibration, most = Outlook(), Calibration(), int(self.curve.buckets[-1]) - streams
+        outlook, calibration, price = Outlook(), Calibration(), Price(self.curve, streams)
         last: tuple[Forest, I64, Bools] | None = None
 
         def choose(at: I64) -> Allocation | None:
@@ -117,15 +118,13 @@ class Replay:
             if last is not None:
                 calibration.observe(last[0], last[2], self.grown.on_path[last[1]] & last[2])
                 last = None
-            if not outlook.pays(self.curve, rows=streams, base=streams, streams=streams, most=most):
+            if not outlook.pays(price, base=streams, streams=streams):
                 return None
             forest = self.grown.forest_of(at)
             value = calibration.values(forest) if calibrated else self.grown.value[at]
             outlook.observe(value)
             weights = ease_weights(value) if eased else None
-            found = allocate(
-                value, self.grown.exists[at], self.curve, rows=streams, base=streams, drafted=streams, weights=weights, most=most
-            )
+            found = allocate(value, self.grown.exists[at], price, base=streams, drafted=streams, weights=weights)
             last = (forest, at, found.kept) if calibrated else None
             return found
 
@@ -143,17 +142,16 @@ class Replay:
             falls = np.flatnonzero(np.diff(rate) <= 0)
             room = int(falls[0]) if len(falls) else most
             flat = CostCurve((1 << 20,), (1.0,), key=self.curve.key)  # takes all that it may
-            return allocate(self.grown.value[at], self.grown.exists[at], flat, rows=streams, base=streams, drafted=0, most=room)
+            return allocate(self.grown.value[at], self.grown.exists[at], Price(flat, streams), base=streams, drafted=0, most=room)
 
         return self.adaptive(streams, "first-descent", choose)
 
     def oracle(self, streams: int) -> Record:
         """Verifies nodes of the target's path alone, as many as pay: no policy on these trees can do better."""
-        most = int(self.curve.buckets[-1]) - streams
         path = self.grown.on_path.astype(np.float64)
 
         def choose(at: I64) -> Allocation | None:
-            best = allocate(path[at], self.grown.exists[at], self.curve, rows=streams, base=streams, drafted=streams, most=most)
+            best = allocate(path[at], self.grown.exists[at], Price(self.curve, streams), base=streams, drafted=streams)
             plain = streams / self.curve.step_seconds(streams, 0)
             return best if (streams + best.expected) / best.seconds > plain else None
 

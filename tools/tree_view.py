@@ -93,8 +93,8 @@ class RecordingBudget(BudgetSpeculation):
         self._trees = {root.id: (tree, chance) for root, tree, chance in zip(roots, trees, chances, strict=True)}
         return trees
 
-    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], stats: EngineStats) -> None:
-        super().after_step(rows, bucket, verified, stats)
+    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
+        super().after_step(rows, bucket, verified, experts, stats)
         last = stats.budget_records[-1]
         trees = [self._record(id, *self._trees[id], seen) for id, seen in verified.items() if id in self._trees]
         self.steps.append(

@@ -93,7 +93,7 @@ def test_a_step_teaches_the_curve_and_the_calibration() -> None:
     spec = BudgetSpeculation(drafter, AUTO, curve())
     stats = EngineStats()
     roots = [root(1, nodes=8), root(2, nodes=8), root(3, nodes=8)]
-    spec.before_step(Load(3, 3, 100), stats)
+    spec.before_step(Load(3, 0, 64, 16, 100), stats)
     trees = spec.propose(roots, Taps.none(), stats)
     for tree in trees:
         check_tree(tree)
@@ -102,7 +102,8 @@ def test_a_step_teaches_the_curve_and_the_calibration() -> None:
         time.sleep(0.02)
     first_child = int(np.flatnonzero(trees[0].parent == 0)[0])
     verified = {"r1": Verified(len(trees[0]) - 1, [0, first_child], True), "r2": Verified(1, [0], True)}
-    spec.after_step(27, 32, verified, stats)
+    spec.after_step(27, 32, verified, 41.5, stats)
+    assert stats.budget_records[-1].experts == 41.5
     assert 0.02 <= float(spec.curve.step(27)) < 0.2 and spec.curve.draft(3) < 0.2 and spec.curve.overhead_s > 0
     calibration = spec.calibration
     assert calibration.accepted.sum() == pytest.approx(1.0)
@@ -113,14 +114,14 @@ def test_a_step_teaches_the_curve_and_the_calibration() -> None:
     assert calibration.promised.sum() == pytest.approx(tried, rel=1e-3), "children of accepted nodes only, and r3 not at all"
     unsound = {"r1": Verified(3, [0, 1], False)}
     spec.propose(roots, Taps.none(), stats)
-    spec.after_step(27, 32, unsound, stats)
+    spec.after_step(27, 32, unsound, 0.0, stats)
     assert calibration.accepted.sum() <= 1.0, "a row that was not finite teaches nothing"
 
 
 def test_rooms_of_one_sequence_may_go_to_another() -> None:
     """`nodes` is an even share of the step, `most` what the sequence itself has room for."""
     spec = BudgetSpeculation(Drafter(), AUTO, curve())
-    tight = [Root(r.id, r.tokens, r.pages, 4, r.depth, most) for r, most in ((root(1), 1), (root(2), 40), (root(3), 40))]
+    tight = [Root(r.id, r.tokens, r.pages, 4, r.depth, most=most) for r, most in ((root(1), 1), (root(2), 40), (root(3), 40))]
     trees = spec.propose(tight, Taps.none(), EngineStats())
     assert len(trees[0]) <= 2 and sum(len(t) - 1 for t in trees) == 12
     assert max(len(t) - 1 for t in trees) > 4, "mutation: capping each at its even share"
@@ -131,7 +132,7 @@ def test_prompts_and_other_rows_are_priced(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = []
     for prompt in (0, 14):
         spec = BudgetSpeculation(Drafter(), AUTO, frozen(curve((1.0, 1.01, 90.0, 900.0)), monkeypatch))
-        spec.before_step(Load(1 + prompt, 1, 0), EngineStats())
+        spec.before_step(Load(1, prompt, 64, 16, 0), EngineStats())
         [tree] = spec.propose([root(1, nodes=40)], Taps.none(), EngineStats())
         sizes.append(len(tree) - 1)
     assert sizes == [15, 1]

@@ -6,6 +6,7 @@ import numpy as np
 
 from runtime.curve import CostCurve, CurveKey
 from runtime.outlook import LONGEST_PROBE, POOL, PROBE, Outlook
+from runtime.price import Price
 
 GOOD, POOR = np.tile([0.9, 0.8, 0.5, 0.3], (POOL, 1)), np.full((POOL, 4), 0.01)
 
@@ -15,7 +16,7 @@ def curve(draft_s: float = 0.1, large_s: float = 1.2) -> CostCurve:
 
 
 def asked(outlook: Outlook, held: CostCurve, times: int = 1, streams: int = 4) -> list[bool]:
-    return [outlook.pays(held, rows=streams, base=streams, streams=streams) for _ in range(times)]
+    return [outlook.pays(Price(held, streams), base=streams, streams=streams) for _ in range(times)]
 
 
 def test_the_first_draft_is_always_made() -> None:
@@ -61,4 +62,4 @@ def test_the_pool_stands_for_any_number_of_streams() -> None:
     outlook.observe(GOOD[:5])
     held = CostCurve((1, 2, 1024), (1.0, 1.1, 1.1), key=CurveKey("test", "none", 1))
     assert asked(outlook, held, streams=1) == asked(outlook, held, streams=200) == [True]
-    assert not outlook.pays(held, rows=1, base=1, streams=1, most=0)
+    assert not outlook.pays(Price(held, 1), base=1, streams=1, most=0)
