@@ -17,6 +17,7 @@ from model.tokenizer import Tokenizer
 from runtime import loading
 from runtime.config import AUTO, EngineConfig, SpeculativeConfig
 from runtime.constraint import check_sampling
+from runtime.cuda_loading import Choice, choose_backend
 from runtime.engine import Engine, QueueFull
 from runtime.env import load_env
 from runtime.measure import budget_speculation, curve_folder
@@ -83,32 +84,45 @@ def load(
     num_pages: int | None = None,
     max_num_queued_reqs: int | None = None,
     step_deadline_s: float | None = None,
+    gpu_memory_utilization: float | None = None,
+    cudagraph_capture_sizes: Sequence[int] | None = None,
+    enforce_eager: bool = False,
+    batch_invariant: bool = False,
     seed: int | None = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Loaded:
     """Opens, validates and loads a checkpoint; returns a stopped engine over it (`engine.start()` or `engine.step()`).
 
+    backend "auto" takes a GPU where there is one. cudagraph_capture_sizes: the M of its steps (None: 1 to 1,024);
+    batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
     if backend not in loading.BACKENDS:
         raise ValueError(f"backend: {backend!r} is not available; {', '.join(loading.BACKENDS)} are")
     if dtype not in loading.DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
-    activations = loading.DTYPES[dtype]
-    speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config))
+    choice = choose_backend(backend, dtype, tensor_parallel_size)
+    activations = loading.DTYPES[dtype] if choice.backend == "numpy" else "bfloat16"
+    speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config), choice.backend)
     source = loading.open_source(model, speculative)
-    given: dict[str, Any] = {"block_size": block_size, "max_num_queued_reqs": max_num_queued_reqs, "step_deadline_s": step_deadline_s}
-    config = EngineConfig(
+    config = loading.first_config(
+        choice.backend,
+        cudagraph_capture_sizes,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens or max(loading.HOST_BATCHED_TOKENS, max_num_seqs),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         num_pages=num_pages,
         enable_prefix_caching=enable_prefix_caching,
-        **{key: value for key, value in given.items() if value is not None},
+        block_size=block_size,
+        max_num_queued_reqs=max_num_queued_reqs,
+        step_deadline_s=step_deadline_s,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
     )
-    config = loading.fit_config(config, source, activations)
+    config = loading.fit_config(config, source, activations, choice.backend)
     tokenizer = Tokenizer.load(source.path)
-    executor = loading.make_executor(source, config, speculative, activations, tensor_parallel_size, progress)
+    executor = loading.make_executor(source, config, speculative, activations, tensor_parallel_size, progress, choice.backend)
 
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
@@ -117,7 +131,7 @@ def load(
         progress("cost curve")
         name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
         folder = curve_folder(load_env().cache_dir)
-        speculator: Speculator = budget_speculation(executor, config, speculative, name, tensor_parallel_size, folder)
+        speculator: Speculator = budget_speculation(executor, config, speculative, name, tensor_parallel_size, folder, choice.device)
     else:
         speculator = make_speculator(executor, speculative)
     engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids)
@@ -129,25 +143,27 @@ def load(
         max_model_len=engine.max_model_len,
         vocab_size=source.target.vocab,
         draft_depth=executor.limits.draft_depth,
-        summary=_summary(source, config, speculative, activations, tensor_parallel_size),
+        summary=_summary(source, config, speculative, choice, activations, tensor_parallel_size, executor.limits.num_pages),
         defaults=loading.generation_defaults(source.path),
         rng=loading.rng_seed(seed),
         grammars=GrammarCompiler(tokenizer, source.target.vocab),
     )
 
 
-def _summary(source: loading.Source, config: EngineConfig, speculative: SpeculativeConfig, activations: str, tp: int) -> str:
+def _summary(
+    source: loading.Source, config: EngineConfig, speculative: SpeculativeConfig, choice: Choice, activations: str, tp: int, pages: int
+) -> str:
     c, drafter = source.target, source.drafter
     how = "no speculation"
     if drafter and speculative.method == "dflash":
         how = f"DFlash chain of {speculative.num_speculative_tokens or drafter.depth}"
     elif drafter:
         how = f"DDTree of {speculative.tree_budget} nodes, depth {speculative.num_speculative_tokens or drafter.depth}"
-    pages = (config.num_pages or 1) - 1
+    graphs = "" if choice.backend == "numpy" else ", eager" if config.enforce_eager else f", graphs of {len(config.buckets)} sizes"
     return (
         f"{source.path.name}: {c.layers} layers, {c.experts} experts top-{c.top_k} · "
-        f"numpy {activations}, TP {tp} (no CUDA engine yet) · {how} · "
-        f"{pages * config.block_size:,} cache tokens in pages of {config.block_size} · context {config.max_model_len:,}"
+        f"{choice.backend} {activations}, TP {tp}{graphs} ({choice.reason}) · {how} · "
+        f"{(pages - 1) * config.block_size:,} cache tokens in pages of {config.block_size} · context {config.max_model_len:,}"
     )
 
 

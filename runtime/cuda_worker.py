@@ -5,17 +5,19 @@ GPU-unverified: whole generations run on the CPU shim, none yet on a GPU.
 
 from __future__ import annotations
 
-import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime.graph.audit import Audit, audit_program
 from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes
 from runtime.graph.driver import Driver
-from runtime.graph.fields import DraftFields, StepFields
+from runtime.graph.fields import DraftFields, Fields, StepFields
 from runtime.graph.probe import Probe
 from runtime.graph.programs import Program, Programs, Recording
 from runtime.graph.results import Results, draft_columns, result_columns, wanted_alternatives
@@ -26,7 +28,6 @@ from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan
 from runtime.types import MAX_LOGPROBS, Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from runtime.worker import Limits
 
-LOG = logging.getLogger(__name__)
 DEADLINE_S = 120.0
 _NUMBERS = 1 << 32  # of launches; they wrap
 
@@ -35,7 +36,7 @@ class CudaWorker:
     """Executes plans on one device. Every size is recorded here, once; `capture` makes graphs of what is recorded.
 
     sizes: the M of steps, rising, `limits.max_rows` the last. A launch takes the smallest that holds its rows, whatever the
-    plan's bucket says. `step` leaves the taps of its rows for the `draft` that follows it.
+    plan's bucket says. `step` leaves the taps of its rows for the `draft` that follows it. seal: no buffer grows afterwards.
     """
 
     def __init__(
@@ -48,26 +49,30 @@ class CudaWorker:
         layout: PlanLayout,
         sizes: Sequence[int] | None = None,
         deadline_s: float = DEADLINE_S,
+        seal: bool = True,
     ) -> None:
         self.limits, self.driver, self.backend = limits, driver, backend
-        self._deadline_s, self._launches, self._stepped = deadline_s, 0, False
+        self._deadline_s, self._launches, self._stepped, self._thread = deadline_s, 0, False, threading.get_ident()
         self._due: tuple[Results, int] | None = None  # the last draft launch that nobody has waited for
         self.sizes = fit_sizes(limits.max_rows, sizes)
         recording, seqs = Recording(driver, backend, comm, model), layout.max_seqs
         top = min(MAX_LOGPROBS, limits.vocab_size)
         self._layout, self._plan = layout, StepFields(driver, layout)
+        self._fields: list[Fields] = [self._plan]
         results = Results(driver, limits.max_rows, result_columns(top))
         outs = [(rows, out) for rows in self.sizes for out in out_sizes(rows, seqs)]
         self._steps = Programs("step", outs, driver, lambda rows, out: recording.step(self._plan, results, rows, out, top))
         self.kinds = [self._steps]
         if limits.draft_depth:
             self._record_drafter(recording, seqs)
-        backend.seal()
+        if seal:
+            backend.seal()
 
     def _record_drafter(self, recording: Recording, seqs: int) -> None:
         driver, top, depth = self.driver, self.limits.draft_top_k, self.limits.draft_depth
         self._draft_layout = DraftLayout(seqs, self._layout.max_pages, self.limits.max_rows)
         self._draft_plan = DraftFields(driver, self._draft_layout)
+        self._fields.append(self._draft_plan)
         noted, drafts = Results(driver, 0, {}), Results(driver, seqs * depth, draft_columns(top))
         plan, taps = self._draft_plan, next(iter(self._steps)).arrays["taps"]
         counts = [(rows, 0) for rows in self.sizes]
@@ -76,17 +81,18 @@ class CudaWorker:
         self._blocks = Programs("block", streams, driver, lambda rows, _: recording.block(plan, drafts, rows, top))
         self.kinds += [self._contexts, self._blocks]
 
-    def capture(self, buckets: Iterable[int] | None = None, progress: Callable[[Iterator[Program]], Iterable[Program]] = iter) -> int:
-        """Makes graphs of all that is recorded, or of the steps of these buckets alone; how many there are then.
+    def capture(self, buckets: Iterable[int] | None = None) -> int:
+        """Makes graphs of all that is recorded, or of the steps of these buckets alone, largest first; how many there are then.
 
-        progress wraps what is to be captured, largest first (tqdm does). Raises ValueError for a bucket that is not recorded.
+        Raises ValueError for a bucket that is not recorded.
         """
+        self._enter()
         wanted = None if buckets is None else set(buckets)
         if wanted is not None and not wanted <= set(self.sizes):
             raise ValueError(f"capture: {sorted(wanted - set(self.sizes))} are no buckets of this engine; {list(self.sizes)} are")
         programs = [p for p in self.programs() if not p.captured and (wanted is None or (p.kind == "step" and p.rows in wanted))]
         self.driver.device.synchronize()
-        for program in progress(iter(programs)):
+        for program in tqdm(programs, desc="Capturing", unit="graph", disable=None, leave=False, file=sys.stderr):
             self._kind(program.kind).capture(program)
         return sum(program.captured for program in self.programs())
 
@@ -97,6 +103,7 @@ class CudaWorker:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows and draws the token after each out_row."""
+        self._enter()
         rows = len(plan.out_rows)
         check_tables(plan.adjust_seq, plan.adjust_row, plan.mask_rows)
         program = self._steps.find(plan.m, rows)
@@ -125,6 +132,7 @@ class CudaWorker:
             raise RuntimeError("draft: this model was loaded without a drafter")
         if taps and not self._stepped:
             raise RuntimeError("draft: tap_rows name rows of the last step, but no step has run")
+        self._enter()
         self._settle()
         shape = (streams, depth, top)
         if taps or streams:
@@ -178,10 +186,20 @@ class CudaWorker:
         return self.backend.host(array)
 
     def close(self) -> None:
-        """Waits for what still runs."""
+        """Waits for what still runs and gives back the memory of plans; weights, caches and buffers are the backend's."""
+        self._enter()
         self._settle()
         self.driver.device.synchronize()
         self._stepped = False
+        for fields in self._fields:
+            fields.free()
+        self._fields = []
+
+    def _enter(self) -> None:
+        """An engine is made in one thread and steps in another."""
+        if threading.get_ident() != self._thread:
+            self.driver.use()
+            self._thread = threading.get_ident()
 
     def _kind(self, name: str) -> Programs:
         return next(kind for kind in self.kinds if kind.kind == name)

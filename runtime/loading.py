@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,14 @@ from model.bound import BoundModel, Drafter
 from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
 from runtime.comm import Comm, SoloComm
-from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
+from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, load_parts, make_cuda_worker, open_driver
+from runtime.cuda_worker import CudaWorker
 from runtime.env import load_env
 from runtime.executor import Executor
+from runtime.graph.buckets import fit_sizes
+from runtime.graph.driver import Driver
+from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_np import NumpyBackend
 from runtime.kernels_np.rows import ROW_TILE
 from runtime.plan import DraftLayout, PlanLayout
@@ -36,7 +41,7 @@ DEMO = Path(__file__).parent.parent / "model" / "demo"
 CACHE_BYTES = 1 << 30  # host memory for cache pages unless num_pages says otherwise
 HOST_BATCHED_TOKENS = 512  # attention scores of a chunk take 512 x 4096 x 8 heads x 4 B = 67 MB here
 DRAFT_TOP_K = 16  # deeper ranks do not enter trees of 64 nodes (speculation: ports cap at 8 to 16 without visible loss)
-BACKENDS = ("auto", "numpy")
+BACKENDS = ("auto", "cuda", "numpy")
 DTYPES = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 
 
@@ -86,25 +91,42 @@ def bytes_per_token(source: Source, itemsize: int) -> int:
     return own * itemsize
 
 
-def fit_config(config: EngineConfig, source: Source, activations: str) -> EngineConfig:
-    """Fills in what the user left open: context length, rows of a step, pages that fit CACHE_BYTES."""
+def first_config(backend: str, capture_sizes: Sequence[int] | None = None, **given: Any) -> EngineConfig:
+    """An engine config with the backend's own defaults where a value is None. ValueError for sizes that do not fit the rows."""
+    values = {key: value for key, value in given.items() if value is not None}
+    seqs = values.get("max_num_seqs", EngineConfig().max_num_seqs)
+    values.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS if backend == "cuda" else HOST_BATCHED_TOKENS, seqs))
+    if backend == "cuda":
+        values.setdefault("block_size", BLOCK_SIZE)
+        values["buckets"] = fit_sizes(values["max_num_batched_tokens"], capture_sizes)
+    elif capture_sizes:
+        raise ValueError(f"cudagraph_capture_sizes: {list(capture_sizes)}, but backend {backend!r} captures nothing")
+    return EngineConfig(**values)
+
+
+def fit_config(config: EngineConfig, source: Source, activations: str, backend: str = "numpy") -> EngineConfig:
+    """Fills in what the user left open: context length, rows of a step, pages that fit CACHE_BYTES (a GPU: its memory, later)."""
     positions = source.target.max_positions
     length = config.max_model_len or positions
     if length > positions:
         raise ValueError(f"max_model_len: {length} is above the model's max_position_embeddings {positions}")
     pages = config.num_pages
-    if pages is None:
+    if pages is None and backend != "cuda":
         token = bytes_per_token(source, 4 if activations == "float32" else 2)
-        wanted = config.max_num_seqs * -(-length // config.block_size) + 1
-        pages = max(2, min(wanted, CACHE_BYTES // (token * config.block_size)))
+        pages = max(2, min(most_pages(config, length), CACHE_BYTES // (token * config.block_size)))
     return config.replace(max_model_len=length, num_pages=pages)
 
 
-def fit_speculation(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Chooses a tree for this backend where the user chose none: with its root it fills one tile of rows."""
+def most_pages(config: EngineConfig, length: int) -> int:
+    """Pages of as many sequences as may run, each of that length, and the null page."""
+    return config.max_num_seqs * -(-length // config.block_size) + 1
+
+
+def fit_speculation(config: SpeculativeConfig, backend: str = "numpy") -> SpeculativeConfig:
+    """Chooses a tree for this backend where the user chose none: on a CPU it fills one tile of rows with its root."""
     if config.method != "ddtree" or config.tree_budget is not None:
         return config
-    return dataclasses.replace(config, tree_budget=ROW_TILE - 1)
+    return dataclasses.replace(config, tree_budget=DEFAULT_TREE_BUDGET if backend == "cuda" else ROW_TILE - 1)
 
 
 def make_executor(
@@ -114,15 +136,31 @@ def make_executor(
     activations: str,
     tp: int,
     progress: Callable[[str], None] = lambda _: None,
+    backend: str = "numpy",
 ) -> Executor:
-    """Loads the weights once per rank and returns what runs plans: this thread, or it and `tp` - 1 processes."""
+    """Loads the weights once per rank and returns what runs plans: this thread, or it and `tp` - 1 processes; one GPU."""
     source.target.check_tp(tp)
+    if backend == "cuda":
+        return make_gpu_executor(source, config, speculative, progress)
     limits = limits_of(source, config, speculative)
     if tp == 1:
         return make_worker(source, limits, speculative, activations, SoloComm(), progress)
     jobs = [rank_job(source, config, speculative, activations, rank, tp) for rank in range(1, tp)]
     make_own = partial(make_worker, source, limits, speculative, activations, progress=progress)
     return ProcessRanks(meeting_of(config, limits, tp), SpawnedPeers(jobs), make_own)
+
+
+def make_gpu_executor(
+    source: Source, config: EngineConfig, speculative: SpeculativeConfig, progress: Callable[[str], None], driver: Driver | None = None
+) -> CudaWorker:
+    """One rank on a GPU (driver; None: the first one)."""
+    driver = driver or open_driver(config.enforce_eager)
+    backend = CudaBackend(driver.device, config.batch_invariant)
+    length = config.max_model_len or source.target.max_positions
+    limits = limits_of(source, config.replace(num_pages=config.num_pages or most_pages(config, length)), speculative)
+    parts = load_parts(source, backend, limits, speculative, progress)
+    layout = plan_layout(config, limits)
+    return make_cuda_worker(parts, driver, backend, SoloComm(), limits, layout, config, bytes_per_token(source, 2))
 
 
 def rank_job(source: Source, config: EngineConfig, speculative: SpeculativeConfig, activations: str, rank: int, world: int) -> RankJob:

@@ -151,10 +151,10 @@ def find_curve(
 
 
 def budget_speculation(
-    executor: Executor, config: EngineConfig, speculative: SpeculativeConfig, model: str, tp: int, folder: Path | None
+    executor: Executor, config: EngineConfig, speculative: SpeculativeConfig, model: str, tp: int, folder: Path | None, device: str = ""
 ) -> BudgetSpeculation:
-    """The speculator of `tree_budget: auto`: finds or measures the curve of this machine, model and TP."""
-    curve, whence = find_curve(executor, config, speculative, CurveKey(device_name(), model, tp), folder)
+    """The speculator of `tree_budget: auto`: finds or measures the curve of this device (this machine's CPU), model and TP."""
+    curve, whence = find_curve(executor, config, speculative, CurveKey(device or device_name(), model, tp), folder)
     LOG.info("cost curve of %s: %s", curve.key, whence)
     return BudgetSpeculation(executor, speculative, curve)
 

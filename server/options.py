@@ -73,7 +73,28 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     caching.add_argument(
         "--no-enable-prefix-caching", "--disable-radix-cache", dest="prefix_caching", action="store_false", help="compute each prompt anew"
     )
+    _add_gpu_options(parser)
     _add_speculation_options(parser)
+
+
+def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("GPU", "Without one these change nothing, but for sizes, which are refused.")
+    memory_help = "share of the device's memory for weights, buffers and pages (default 0.9)"
+    group.add_argument(
+        "--gpu-memory-utilization", "--mem-fraction-static", dest="gpu_memory_utilization", type=float, metavar="X", help=memory_help
+    )
+    group.add_argument(
+        "--cudagraph-capture-sizes",
+        "--cuda-graph-bs",
+        dest="cudagraph_capture_sizes",
+        type=int,
+        nargs="+",
+        metavar="M",
+        help="rows of the steps that are captured (default 1 2 4 8 16 24 32 … 1024)",
+    )
+    group.add_argument("--enforce-eager", "--disable-cuda-graph", dest="enforce_eager", action="store_true", help="launch kernel by kernel")
+    invariant_help = "one configuration of every kernel: what shares a step with a row does not change its bits"
+    group.add_argument("--batch-invariant", action="store_true", help=invariant_help)
 
 
 def _add_speculation_options(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +189,10 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
         "num_pages": args.num_pages,
         "max_num_queued_reqs": args.max_num_queued_reqs,
         "step_deadline_s": args.watchdog_timeout,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "cudagraph_capture_sizes": args.cudagraph_capture_sizes,
+        "enforce_eager": args.enforce_eager,
+        "batch_invariant": args.batch_invariant,
         "seed": args.seed,
         "progress": progress,
     }

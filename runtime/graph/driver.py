@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.kernels_cu.device import Device, Runnable
+from runtime.kernels_cu.device import CupyDevice, Device, Runnable
 from runtime.types import Array
 
 
@@ -35,6 +35,9 @@ class Driver(Protocol):
     """What capture and replay need besides a Device."""
 
     device: Device
+
+    def use(self) -> None:
+        """Makes the device the calling thread's, which a thread needs before anything else here."""
 
     def mapped(self, nbytes: int) -> Mapped:
         """New memory, zero."""
@@ -70,8 +73,12 @@ class CudaDriver:
     GPU-unverified.
     """
 
-    def __init__(self, device: Device, eager: bool = False) -> None:
-        self.device, self.eager = device, eager
+    def __init__(self, device: CupyDevice, eager: bool = False) -> None:
+        self.device: Device = device
+        self.eager, self._use = eager, device.use
+
+    def use(self) -> None:
+        self._use()
 
     def mapped(self, nbytes: int) -> Mapped:
         from runtime.kernels_cu._graph import MappedMemory
@@ -111,6 +118,9 @@ class ListDriver:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    def use(self) -> None:
+        """The host's memory is every thread's."""
 
     def mapped(self, nbytes: int) -> Mapped:
         room = np.zeros(nbytes + 256, np.uint8)

@@ -66,6 +66,12 @@ class Fields:
         """Address of the launch's number on the device."""
         return self._counts + 4 * len(self.names)
 
+    def free(self) -> None:
+        """Gives the device memory back; no view may be used any more."""
+        for address in (*self._held.values(), self._counts):
+            self._driver.device.free(address)
+        self._held = {}
+
     def prepare(self, call: Any) -> Runnable:
         return self._driver.device.prepare(call, self._functions)
 

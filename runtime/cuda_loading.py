@@ -1,0 +1,175 @@
+"""From a checkpoint to a rank on a GPU: which backend, how many pages, graphs.
+
+Lives beside `runtime.loading`. Pages take what weights and buffers leave: the launches are recorded once over a cache of two
+pages, which makes every buffer, and then for good over the real one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from model import dflash, kimi_k26
+from model.bound import BoundModel, Drafter
+from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.cuda_worker import CudaWorker
+from runtime.graph.driver import CudaDriver, Driver
+from runtime.kernels_cu.backend import CudaBackend
+from runtime.plan import PlanLayout
+from runtime.worker import Limits
+
+LOG = logging.getLogger(__name__)
+BATCHED_TOKENS = 1024  # the largest default bucket: prompts reach the compute bound from a few hundred rows on
+BLOCK_SIZE = 64  # a tile of tree_mla's keys: one box of the copy engine
+REHEARSAL_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend and why. device: the GPU's short name, "" where it is the CPU."""
+
+    backend: str
+    reason: str
+    device: str = ""
+
+
+def choose_backend(wanted: str, dtype: str = "auto", tp: int = 1) -> Choice:
+    """'auto' takes the GPU where CuPy sees one and the rest of what was asked for runs on it.
+
+    Raises ValueError if "cuda" is wanted and there is no device, or where something else that was asked for does not run there.
+    """
+    if wanted == "numpy":
+        return Choice("numpy", "asked for")
+    found, why = find_gpu()
+    obstacle = _obstacle(dtype, tp)
+    if wanted == "cuda":
+        if not found or obstacle:
+            raise ValueError(f"backend: 'cuda' is not possible here: {obstacle or why}")
+        return Choice("cuda", f"asked for; {why}", device_name())
+    if found and not obstacle:
+        return Choice("cuda", why, device_name())
+    return Choice("numpy", obstacle or why)
+
+
+def _obstacle(dtype: str, tp: int) -> str:
+    if dtype == "float32":
+        return "dtype is float32, and kernels store bfloat16"
+    return f"tensor_parallel_size is {tp}, and a GPU rank has no peers yet" if tp > 1 else ""
+
+
+def find_gpu() -> tuple[bool, str]:
+    """Whether CuPy sees a device, and one line about it."""
+    if importlib.util.find_spec("cupy") is None:
+        return False, "CuPy is not installed"
+    import cupy
+
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return False, f"CuPy finds no driver: {error}"
+    if not count:
+        return False, "CuPy sees no GPU"
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    return True, f"CuPy sees {name}" + (f" and {count - 1} more" if count > 1 else "")
+
+
+def device_name() -> str:
+    """The first GPU's short name, as records and stored curves have it."""
+    from runtime.kernels_cu.device import gpu_name
+
+    return gpu_name()
+
+
+def open_driver(eager: bool) -> Driver:
+    """The first GPU."""
+    from runtime.kernels_cu.device import CupyDevice
+
+    return CudaDriver(CupyDevice(0), eager)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model's weights on a device, before it has a cache."""
+
+    target: kimi_k26.Config
+    weights: kimi_k26.Weights
+    drafter: dflash.Config | None
+    drafter_weights: dflash.Weights | None
+    last_position: int
+
+    def bind(self, backend: CudaBackend, pages: int, page_size: int) -> tuple[BoundModel, list[int]]:
+        """The model over new caches of that many pages, and the caches' addresses."""
+        slots, drafter = pages * page_size, None
+        cache = backend.zeros((self.target.layers, slots, self.target.cache_width))
+        made = [cache.address]
+        if self.drafter and self.drafter_weights:
+            own = dflash.make_cache(backend, self.drafter, slots)
+            drafter = Drafter(self.drafter, self.drafter_weights, own)
+            made += [own.k.address, own.v.address]  # type: ignore[attr-defined]  # device arrays
+        return BoundModel(self.target, self.weights, cache, page_size, self.last_position, drafter), made  # type: ignore[arg-type]
+
+
+def load_parts(
+    source: Any, backend: CudaBackend, limits: Limits, speculative: SpeculativeConfig, progress: Callable[[str], None] = lambda _: None
+) -> Parts:
+    """Uploads the weights of a `runtime.loading.Source`."""
+    reach = limits.max_positions + limits.max_rows  # draft nodes and block slots may lie past the context
+    weights = kimi_k26.load(source.checkpoint, source.target, backend, 0, 1, reach, progress)
+    drafter_weights = None
+    if source.drafter and source.drafter_checkpoint:
+        factor = speculative.draft_rope_attention_factor
+        drafter_weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, factor)
+        progress("drafter")
+    return Parts(source.target, weights, source.drafter, drafter_weights, reach - 1)
+
+
+def make_cuda_worker(
+    parts: Parts,
+    driver: Driver,
+    backend: CudaBackend,
+    comm: Any,
+    limits: Limits,
+    layout: PlanLayout,
+    config: EngineConfig,
+    token_bytes: int,
+) -> CudaWorker:
+    """Records everything over as many pages as config.num_pages says, or as fit; captures unless the config says eager.
+
+    limits: num_pages is an upper bound if config.num_pages is None. token_bytes: of the cache, for each slot.
+    """
+    sizes = [size for size in config.buckets if size < limits.max_rows] or None
+
+    def record(pages: int, seal: bool) -> tuple[CudaWorker, list[int]]:
+        model, caches = parts.bind(backend, pages, limits.page_size)
+        own = replace(limits, num_pages=pages)
+        return CudaWorker(driver, backend, comm, model, own, layout, sizes, config.step_deadline_s, seal), caches
+
+    pages = limits.num_pages
+    if config.num_pages is None:
+        rehearsed, caches = record(REHEARSAL_PAGES, seal=False)
+        rehearsed.close()
+        for address in caches:
+            driver.device.free(address)
+        pages = min(pages, pages_that_fit(driver, config.gpu_memory_utilization, token_bytes * limits.page_size))
+    worker, _ = record(pages, seal=True)
+    if not config.enforce_eager:
+        worker.capture()
+    return worker
+
+
+def pages_that_fit(driver: Driver, utilization: float, page_bytes: int) -> int:
+    """Pages for what is free of that share of the device's memory. Raises ValueError if it holds less than two."""
+    memory = driver.free_bytes()
+    if memory is None:
+        raise ValueError("num_pages: this device does not say how much memory is free; give the number of pages")
+    free, total = memory
+    room = int(free - (1 - utilization) * total)
+    if room < 2 * page_bytes:
+        raise ValueError(
+            f"gpu_memory_utilization: weights and buffers leave {room / 1e9:.2f} GB of {utilization:.0%} of {total / 1e9:.1f} GB; "
+            f"two pages take {2 * page_bytes / 1e9:.2f} GB"
+        )
+    return room // page_bytes
