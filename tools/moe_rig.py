@@ -56,8 +56,8 @@ class Rig:
         self.arch = arch_of_device()
         self.sms = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self.stream = cp.cuda.Stream(non_blocking=True)
-        names = ("fill_w4", "fill_bf16", "naive_hidden", "naive_out", "read_all")
-        self.helpers = load(build("moe_check.cu", {}, self.arch, allow_spills=True).code, names)
+        self.helpers = load(build("moe_check.cu", {}, self.arch, allow_spills=True).code, ("naive_hidden", "naive_out", "read_all"))
+        self.helpers |= load(build("fill.cu", {}, self.arch).code, ("fill_w4", "fill_bf16"))
         self.kernels: dict[Any, Any] = {}
 
     def launch(self, name: str, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:

@@ -1,40 +1,12 @@
-// What the MoE benchmark and the GPU tests need beside the kernel: weights from a hash, the layer computed the plain way, and
-// the card's best read rate.
+// What the MoE benchmark and the GPU tests need beside the kernel: the layer computed the plain way, and the card's best read
+// rate. Weights come from fill.cu.
 //
-//   fill_w4     valid packed weights without a host copy (runtime/w4.py's layout; scales in [2^-9, 2^-8))
-//   fill_bf16   about N(0, 1)
 //   naive_*     one warp an output, read by the layout's published formula: shares no index code with moe_w4.cu
 //   read_all    16-byte loads, everything once
 #include "prim/memory.cuh"
 #include "prim/mma.cuh"
 
 using namespace prim;
-
-__device__ __forceinline__ uint32_t mix(uint32_t x) {
-  x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; x ^= x >> 16;
-  return x;
-}
-
-extern "C" __global__ void fill_w4(uint4* data, uint64_t pieces, uint32_t seed) {
-  for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < pieces; i += (uint64_t)gridDim.x * blockDim.x) {
-    uint32_t r[4];
-    for (int k = 0; k < 4; ++k) r[k] = mix((uint32_t)(4 * i + k) ^ mix(seed + (uint32_t)(i >> 30)));
-    if (i % 72 >= 64)
-      for (int k = 0; k < 4; ++k) r[k] = 0x3B003B00u | (r[k] & 0x007F007Fu);
-    data[i] = make_uint4(r[0], r[1], r[2], r[3]);
-  }
-}
-
-extern "C" __global__ void fill_bf16(uint32_t* data, uint64_t pairs, uint32_t seed) {
-  for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < pairs; i += (uint64_t)gridDim.x * blockDim.x) {
-    float v[2];
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t a = mix((uint32_t)(2 * i + k) ^ mix(seed)), b = mix(a + 0x9e3779b9u);
-      v[k] = (float)((a & 65535) + (a >> 16) + (b & 65535) + (b >> 16)) / 65536.f * 1.732f - 3.464f;
-    }
-    data[i] = pack_bf16(v[0], v[1]);
-  }
-}
 
 // Weight [row, k] of expert e of a packed [N, K] matrix, by the formula in runtime/w4.py. `row` is the packed row.
 __device__ __forceinline__ float weight_at(const uint8_t* data, int strips, int groups, int e, int row, int k) {

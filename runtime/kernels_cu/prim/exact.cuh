@@ -17,6 +17,7 @@ __device__ __forceinline__ uint64_t ceil_product(double a, uint64_t b) { return 
 __device__ __forceinline__ uint32_t mul_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 __device__ __forceinline__ uint32_t add_shared(uint32_t* at, uint32_t v) { return atomicAdd(at, v); }
 __device__ __forceinline__ void or_shared(uint32_t* at, uint32_t v) { atomicOr(at, v); }
+__device__ __forceinline__ void raise_to(uint32_t* at, uint32_t v) { atomicMax(at, v); }
 #else
 // The shim is built for x86-64 without FMA, so plain operators round one by one.
 inline float add_rn(float a, float b) { return a + b; }
@@ -29,6 +30,7 @@ inline uint64_t ceil_product(double a, uint64_t b) { return (uint64_t)ceil(a * (
 inline uint32_t mul_high(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
 inline uint32_t add_shared(uint32_t* at, uint32_t v) { const uint32_t before = *at; *at += v; return before; }
 inline void or_shared(uint32_t* at, uint32_t v) { *at |= v; }
+inline void raise_to(uint32_t* at, uint32_t v) { *at = v > *at ? v : *at; }
 #endif
 
 // -0 becomes 0, so that equal numbers have equal bits.
