@@ -20,6 +20,7 @@ from runtime.constraint import check_sampling
 from runtime.cuda_loading import Choice, choose_backend
 from runtime.engine import Engine, QueueFull
 from runtime.env import load_env
+from runtime.executor import Executor
 from runtime.measure import budget_speculation, curve_folder
 from runtime.speculate import Speculator, make_speculator
 from runtime.stream import TextStream
@@ -127,13 +128,8 @@ def load(
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
 
-    if speculative.enabled and speculative.tree_budget == AUTO:
-        progress("cost curve")
-        name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
-        folder = curve_folder(load_env().cache_dir)
-        speculator: Speculator = budget_speculation(executor, config, speculative, name, tensor_parallel_size, folder, choice.device)
-    else:
-        speculator = make_speculator(executor, speculative)
+    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
+    speculator = _make_speculator(executor, config, speculative, name, tensor_parallel_size, choice.device, progress)
     engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids)
     return Loaded(
         engine=engine,
@@ -148,6 +144,22 @@ def load(
         rng=loading.rng_seed(seed),
         grammars=GrammarCompiler(tokenizer, source.target.vocab),
     )
+
+
+def _make_speculator(
+    executor: Executor,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    name: str,
+    tp: int,
+    device: str,
+    progress: Callable[[str], None],
+) -> Speculator:
+    """The speculator asked for; name and device ("": the CPU) tell stored cost curves apart."""
+    if not speculative.enabled or speculative.tree_budget != AUTO:
+        return make_speculator(executor, speculative)
+    progress("cost curve")
+    return budget_speculation(executor, config, speculative, name, tp, curve_folder(load_env().cache_dir), device)
 
 
 def _summary(
