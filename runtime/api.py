@@ -98,8 +98,6 @@ def load(
     batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
-    if backend not in loading.BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not available; {', '.join(loading.BACKENDS)} are")
     if dtype not in loading.DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
     choice = choose_backend(backend, dtype, tensor_parallel_size)
@@ -128,8 +126,7 @@ def load(
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
 
-    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
-    speculator = _make_speculator(executor, config, speculative, name, tensor_parallel_size, choice.device, progress)
+    speculator = _make_speculator(source, executor, config, speculative, activations, tensor_parallel_size, choice.device, progress)
     engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids)
     return Loaded(
         engine=engine,
@@ -147,18 +144,20 @@ def load(
 
 
 def _make_speculator(
+    source: loading.Source,
     executor: Executor,
     config: EngineConfig,
     speculative: SpeculativeConfig,
-    name: str,
+    activations: str,
     tp: int,
     device: str,
     progress: Callable[[str], None],
 ) -> Speculator:
-    """The speculator asked for; name and device ("": the CPU) tell stored cost curves apart."""
+    """The speculator asked for; the model, its activations and the device ("": the CPU) tell stored cost curves apart."""
     if not speculative.enabled or speculative.tree_budget != AUTO:
         return make_speculator(executor, speculative)
     progress("cost curve")
+    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
     return budget_speculation(executor, config, speculative, name, tp, curve_folder(load_env().cache_dir), device)
 
 

@@ -22,6 +22,7 @@ from runtime.plan import PlanLayout
 from runtime.worker import Limits
 
 LOG = logging.getLogger(__name__)
+BACKENDS = ("auto", "cuda", "numpy")
 BATCHED_TOKENS = 1024  # the largest default bucket: prompts reach the compute bound from a few hundred rows on
 BLOCK_SIZE = 64  # a tile of tree_mla's keys: one box of the copy engine
 REHEARSAL_PAGES = 2
@@ -41,6 +42,8 @@ def choose_backend(wanted: str, dtype: str = "auto", tp: int = 1) -> Choice:
 
     Raises ValueError if "cuda" is wanted and there is no device, or where something else that was asked for does not run there.
     """
+    if wanted not in BACKENDS:
+        raise ValueError(f"backend: {wanted!r} is not available; {', '.join(BACKENDS)} are")
     if wanted == "numpy":
         return Choice("numpy", "asked for")
     found, why = find_gpu()

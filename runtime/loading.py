@@ -41,7 +41,6 @@ DEMO = Path(__file__).parent.parent / "model" / "demo"
 CACHE_BYTES = 1 << 30  # host memory for cache pages unless num_pages says otherwise
 HOST_BATCHED_TOKENS = 512  # attention scores of a chunk take 512 x 4096 x 8 heads x 4 B = 67 MB here
 DRAFT_TOP_K = 16  # deeper ranks do not enter trees of 64 nodes (speculation: ports cap at 8 to 16 without visible loss)
-BACKENDS = ("auto", "cuda", "numpy")
 DTYPES = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 
 
