@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 
 # Two workers, or a test and the server it started, share the cores: BLAS threads that wait for each other there made
 # steps of 60 ms take 4 s. Set before NumPy loads its BLAS.
@@ -53,3 +54,13 @@ def test_level() -> int:
 def rng() -> np.random.Generator:
     """A generator with the same seed in every test."""
     return np.random.default_rng(20260412)
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory):
+    """shim(source, defines) compiles tests/kcpu/<source> as C++ and loads it; once for each set of constants."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ for the CPU shim")
+    from tests.shim_device import Shim  # only here: most tests have no kernels
+
+    return Shim(tmp_path_factory.mktemp("kcpu"))

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from runtime.w4 import dequantise, pack
-from tests.shim_device import Shim
 
 bf16 = ml_dtypes.bfloat16
-
-
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory):
-    """shim(source, defines) compiles tests/kcpu/<source> as C++ and loads it; once for each set of constants."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ for the CPU shim")
-    return Shim(tmp_path_factory.mktemp("kcpu"))
 
 
 class Layer:
