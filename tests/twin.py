@@ -19,7 +19,6 @@ from runtime.kernels_cu.recorder import Recorded
 from runtime.kernels_np import NumpyBackend
 from runtime.ops import Tolerance
 from runtime.types import DraftPlan, StepPlan
-from tests.compare import check_close
 from tests.device_plans import Room, place_block, place_step, place_taps, poison
 from tests.plans import make_plan, page_table
 
@@ -67,17 +66,17 @@ class Twin:
             self.device.upload(mine.address, np.full(mine.shape, np.nan, bf16).view(np.uint16))
         self.sampled: dict[str, np.ndarray] = {}
 
-    def step(self, plan: StepPlan, rows: int, top: int = 2, words: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def step(self, plan: StepPlan, rows: int, top: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """Logits [r, V]; what was drawn is in `sampled`."""
         want, taps = self.truth.step(self.oracle, self.comm, plan)
-        got, there = self.run_step(plan, rows, top, words)
+        got, there = self.run_step(plan, rows, top)
         self.taps = taps.reshape(len(taps), -1).copy(), there.reshape(len(there), -1)
         return want.copy(), got
 
-    def run_step(self, plan: StepPlan, rows: int, top: int = 2, words: int = 1) -> tuple[np.ndarray, Any]:
+    def run_step(self, plan: StepPlan, rows: int, top: int = 2) -> tuple[np.ndarray, Any]:
         """The device's logits and, where they stand there, its taps."""
         plan = replace(plan, logprobs=np.full(len(plan.ctx), top, np.int32))
-        fields = place_step(self.device, plan, Room(rows, self.streams, self.each, words))
+        fields = place_step(self.device, plan, Room(rows, self.streams, self.each, -(-rows // 64)))
         ops, n = self.ops, len(plan.out_rows)
         with ops.recording(fields.seq, fields.live) as launches:
             self.logits, taps = self.model.step(ops, self.comm, fields)
@@ -162,10 +161,15 @@ def check_draws(logits: np.ndarray, drawn: dict[str, np.ndarray]) -> None:
         assert drawn["finite"].all()
 
 
-def check_caches(twin: Twin) -> None:
-    """Written in the same slots, and no others, with nearly the same numbers."""
+def check_caches(twin: Twin, flips: float = 0.0) -> None:
+    """Written in the same slots, and no others, with nearly the same numbers but for a share of the rows."""
     for want, got in twin.caches():
-        check_close(got.astype(np.float32), want.astype(np.float32), CACHED, "cache")
+        want, got = (a.astype(np.float32).reshape(-1, a.shape[-1]) for a in (want, got))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        written = ~np.isnan(want[:, 0])
+        want, got = want[written], got[written]
+        worst = (np.abs(got - want) / (CACHED.atol + CACHED.rtol * np.abs(want))).max(1)
+        assert (worst > 1.0).mean() <= flips, f"{(worst > 1.0).sum()} of {len(worst)} rows are off, by up to {worst.max():.3g} tolerances"
 
 
 TREE = [-1, 0, 0, 1, 3, 2]
@@ -187,7 +191,7 @@ def story(
     i32 = lambda *parts: np.concatenate([np.asarray(part) for part in parts]).astype(np.int32)  # noqa: E731
 
     first = make_plan([draw(chunk)], [chain(chunk)], [0], pages[:1], page)
-    yield "chunk", *twin.step(replace(first, out_rows=i32([0, 7, chunk - 1])), buckets[0])
+    yield "chunk", *twin.step(first, buckets[0])
     before = np.arange(chunk)
     none = np.zeros(0, np.int32)
     twin.context(DraftPlan(none, none, pages[:0], i32(before), i32(before), i32(slots(0, before))), buckets[0])
@@ -205,10 +209,19 @@ def story(
     yield "moved", *twin.step(replace(last, moves=moves.astype(np.int32)), buckets[2])
 
 
-def check_story(twin: Twin, vocab: int, **options: Any) -> None:
-    """Every result of the story, what was drawn from it, and the caches it leaves."""
+def check_story(twin: Twin, vocab: int, flips: float = 0.0, **options: Any) -> None:
+    """Every result of the story, what was drawn from it, and the caches it leaves.
+
+    flips: share of rows that may differ more, for a router that finds two experts equally good chooses either. In the demo's 150
+    first rows 13 of 1,800 choices do, with a gap below 0.005 where they differ first.
+    """
+    wants, gots = [], []
     for name, want, got in story(twin, vocab, **options):
-        least = cosines(want, got).min()
-        assert least >= LEAST, f"{name}: a row's cosine is {least:.6f}"
+        each = cosines(want, got)
+        assert (each < LEAST).sum() <= np.ceil(flips * len(each)), f"{name}: rows with cosines of {np.sort(each)[:5]}"
         check_draws(got, twin.sampled)
-    check_caches(twin)
+        wants.append(want)
+        gots.append(got)
+    whole = cosines(*(np.concatenate(rows).reshape(1, -1) for rows in (wants, gots)))[0]
+    assert whole >= LEAST, f"the cosine of all rows is {whole:.6f}"
+    check_caches(twin, flips)
