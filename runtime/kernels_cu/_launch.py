@@ -54,18 +54,21 @@ def _check(what: str, status: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An entry of a loaded cubin. `module` keeps the code alive."""
+    """An entry of a loaded cubin. `module` keeps the code alive. smem: the dynamic shared bytes that it may have, one number."""
 
     name: str
     handle: int
     module: Any
+    smem: list[int] = field(default_factory=lambda: [_PLAIN_SMEM_BYTES], compare=False)
 
     def allow_smem(self, smem_bytes: int) -> None:
-        """Permits that much dynamic shared memory a block; needed above 48 KiB."""
-        if smem_bytes > _PLAIN_SMEM_BYTES:
+        """Permits that much dynamic shared memory a block; needed above 48 KiB. Never less than before: launches prepared for
+        other sizes share the function."""
+        if smem_bytes > self.smem[0]:
             status = _driver().cuFuncSetAttribute(self.handle, _DYNAMIC_SMEM, smem_bytes)
             _check(f"{self.name}: {smem_bytes} bytes of shared memory", status)
             _check(self.name, _driver().cuFuncSetAttribute(self.handle, _CARVEOUT, 100))
+            self.smem[0] = smem_bytes
 
     def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
         """How many blocks of that size an SM holds at once."""

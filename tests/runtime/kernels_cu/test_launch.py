@@ -1,0 +1,54 @@
+"""What the driver is told about a function, by a driver that only listens."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.kernels_cu import _launch
+from runtime.kernels_cu._launch import Function, Launch, LaunchError
+
+
+class Listening:
+    """cuFuncSetAttribute and cuLaunchKernelEx: every attribute set; a launch of more shared memory than allowed fails."""
+
+    def __init__(self) -> None:
+        self.allowed, self.set = 48 << 10, 0
+
+    def cuFuncSetAttribute(self, handle: int, attribute: int, value: int) -> int:
+        self.set += 1
+        if attribute == _launch._DYNAMIC_SMEM:
+            self.allowed = value
+        return 0
+
+    def cuLaunchKernelEx(self, config: int, handle: int, arguments: object, extra: object) -> int:
+        return 1 if _launch._LaunchConfig.from_address(config).smem_bytes > self.allowed else 0
+
+    def cuGetErrorString(self, status: int, text: object) -> int:
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = Listening()
+    monkeypatch.setattr(_launch, "_driver", lambda: driver)
+    return driver
+
+
+def prepare(function: Function, smem_bytes: int) -> Launch:
+    return Launch(function, (1, 1, 1), (32, 1, 1), smem_bytes, ())
+
+
+def test_a_small_launch_does_not_take_a_large_ones_memory(driver):
+    """Two products of one build: the second, prepared later, needs less."""
+    function = Function("linear_skinny", 7, None)
+    launches = [prepare(function, kib << 10) for kib in (100, 60, 30, 100)]
+    for launch in launches:
+        launch.run(0)
+    assert driver.allowed == 100 << 10 and driver.set == 2
+
+
+def test_mutation_a_function_that_forgets_fails(driver):
+    """The same build loaded as two functions of one handle, neither of which knows what the other was allowed."""
+    large, _ = prepare(Function("f", 7, None), 100 << 10), prepare(Function("f", 7, None), 60 << 10)
+    with pytest.raises(LaunchError, match="launch of f: CUDA error 1"):
+        large.run(0)
