@@ -7,13 +7,13 @@ accepted go back into curve and calibration.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from runtime.budget import Allocation, Calibration, allocate, caps_mask, prune, stream_weights
+from runtime.clock import StepClock
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
 from runtime.executor import Executor
@@ -50,22 +50,16 @@ class BudgetSpeculation:
         self.outlook = Outlook()
         self._executor = executor
         self._top_k = config.draft_top_k
-        self._load = Load(0, 0, 1 << 30, 0, 0)
+        self._clock = StepClock(curve)
         self._proposed: _Proposed | None = None
-        self._drafted = 0
-        self._draft_s = 0.0
-        self._started_s = 0.0
-        self._verify_s = 0.0
 
     def before_step(self, load: Load, stats: EngineStats) -> None:
-        self._load = load
-        self._started_s = time.perf_counter()
-        self._verify_s = stats.stage_s["verify"]
+        self._proposed = None
+        self._clock.start(load, stats)
 
     def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
         """One draft call for all roots, or none where it should not pay; taps are written in either case."""
-        self._proposed, self._drafted, self._draft_s = None, 0, 0.0
-        load, most = self._load, sum(root.nodes for root in roots)
+        load, most = self._clock.load, sum(root.nodes for root in roots)
         decoding = max(load.decoding, len(roots))
         price = Price(self.curve, decoding, load.prompt, load.limit, load.reserved, load.ctx)
         with stats.stage("plan"):
@@ -75,10 +69,8 @@ class BudgetSpeculation:
                 with stats.stage("draft"):
                     self._executor.draft(make_draft_plan([], taps))
             return [DraftTree.root_only(root.token) for root in roots]
-        with stats.stage("draft"):
-            start = time.perf_counter()
+        with stats.stage("draft"), self._clock.draft(len(roots)):
             logits = self._executor.draft(make_draft_plan(roots, taps))
-            self._drafted, self._draft_s = len(roots), time.perf_counter() - start
         with stats.stage("grow"):
             return self._grow(roots, logits, price, most)
 
@@ -105,22 +97,18 @@ class BudgetSpeculation:
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         """Learns from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
-        step_s = stats.stage_s["verify"] - self._verify_s
-        whole_s = time.perf_counter() - self._started_s
-        self.curve.observe_step(bucket, self._load.ctx, step_s)
-        self.curve.observe_overhead(max(whole_s - step_s - self._draft_s, 1e-9))
-        if self._drafted:
-            self.curve.observe_draft(self._drafted, self._draft_s)
+        drafted, ctx = self._clock.drafted, self._clock.load.ctx
+        whole_s = self._clock.stop(bucket, stats)
         nodes = [v.nodes for v in verified.values()]
         stats.count_budget(
             BudgetStep(
                 rows=rows,
                 bucket=bucket,
                 nodes=tuple(nodes),
-                drafted=self._drafted,
+                drafted=drafted,
                 expected=len(verified) + (self._proposed.allocation.expected if self._proposed else 0.0),
                 realised=sum(len(v.path) for v in verified.values()),
-                expected_s=self.curve.step_seconds(rows, self._drafted, self._load.ctx),
+                expected_s=self.curve.step_seconds(rows, drafted, ctx),
                 step_s=whole_s,
                 experts=experts,
             )

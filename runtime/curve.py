@@ -77,6 +77,16 @@ class Learned:
             self.measured[place] = seconds
         else:
             self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(int(self.count[place]), EMA_STEPS)
+        self._fit()
+
+    def reshape(self, prior: F64) -> None:
+        """Takes another prior; what was measured stays."""
+        self.prior = prior.copy()
+        self.value = prior.copy()
+        if self.count.any():
+            self._fit()
+
+    def _fit(self) -> None:
         known = np.flatnonzero(~np.isnan(self.measured))
         prior = np.maximum(self.prior, 1e-9)  # a prior of nothing has a shape too: constant
         ratio = _rising(self.measured[known], np.minimum(self.count[known], EMA_STEPS)) / prior[known]
@@ -163,6 +173,11 @@ class CostCurve:
     def step_seconds(self, rows: int, streams: int, ctx: int = 0) -> float:
         """A whole cycle: host, draft for `streams` roots (0: none), verification."""
         return self.overhead_s + self.draft(streams) + float(self.step(rows, ctx))
+
+    def share_shape(self) -> None:
+        """Lets contexts never measured, and edges of those that were, take the first one's shape: a step there costs so much more."""
+        for step in self._steps[1:]:
+            step.reshape(self._steps[0].value)
 
     def observe_step(self, rows: int, ctx: int, seconds: float) -> None:
         self._steps[min(int(np.searchsorted(self.contexts, ctx)), len(self.contexts) - 1)].observe(rows, seconds)

@@ -1,0 +1,44 @@
+"""Times of a step, told to a cost curve: what verification, draft and host took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from runtime.curve import CostCurve
+from runtime.speculate import Load
+from runtime.stats import EngineStats
+
+
+class StepClock:
+    """From `start` to `stop` is one step. The host's share is what neither verification nor draft explains."""
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve = curve
+        self.load = Load(0, 0, 1 << 30, 0, 0)  # of the step that was started last
+        self.drafted = 0  # streams drafted for in it
+        self._draft_s = self._started_s = self._verify_s = 0.0
+
+    def start(self, load: Load, stats: EngineStats) -> None:
+        self.load = load
+        self.drafted, self._draft_s = 0, 0.0
+        self._started_s = time.perf_counter()
+        self._verify_s = stats.stage_s["verify"]
+
+    @contextmanager
+    def draft(self, streams: int) -> Iterator[None]:
+        """Times the draft for so many streams."""
+        start = time.perf_counter()
+        yield
+        self.drafted, self._draft_s = streams, time.perf_counter() - start
+
+    def stop(self, bucket: int, stats: EngineStats) -> float:
+        """Teaches the curve; seconds of the whole step."""
+        step_s = stats.stage_s["verify"] - self._verify_s
+        whole_s = time.perf_counter() - self._started_s
+        self.curve.observe_step(bucket, self.load.ctx, step_s)
+        self.curve.observe_overhead(max(whole_s - step_s - self._draft_s, 1e-9))
+        if self.drafted:
+            self.curve.observe_draft(self.drafted, self._draft_s)
+        return whole_s
