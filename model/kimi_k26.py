@@ -287,15 +287,13 @@ def forward(
     ops.rms_norm(x, w.layers[0].input_norm, c.eps, out=h)
     for i, layer in enumerate(w.layers):
         _attention(ops, c, layer, w.cos_sin, h, plan, cache[i], page_size, out=delta)
-        comm.all_reduce(delta)
-        ops.add_rms_norm(x, delta, layer.post_norm, c.eps, out=h)
+        comm.all_reduce_norm(ops, x, delta, layer.post_norm, c.eps, out=h)
         if isinstance(layer.mlp, Moe):
             _experts(ops, c, layer.mlp, h, out=delta)
         else:
             swiglu(ops, layer.mlp, h, out=delta)
-        comm.all_reduce(delta)
         following = w.layers[i + 1].input_norm if i + 1 < c.layers else w.norm
-        ops.add_rms_norm(x, delta, following, c.eps, out=h)
+        comm.all_reduce_norm(ops, x, delta, following, c.eps, out=h)
         if i in order:
             ops.copy(x, out=kept[:, order[i]])
     return head_logits(ops, comm, w, h, plan.out_rows, c.vocab), kept

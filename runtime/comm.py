@@ -5,7 +5,7 @@ Ranks sum parts in rank order, so all hold the same bits and sample the same tok
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from runtime.types import Array
 
@@ -19,6 +19,9 @@ class Comm(Protocol):
     def all_reduce(self, x: Array) -> None:
         """x [M, H] bf16 becomes the sum over ranks, in place, rounded once."""
 
+    def all_reduce_norm(self, ops: Any, x: Array, delta: Array, w: Array, eps: float, *, out: Array) -> None:
+        """x [M, H] += the sum over ranks of delta; out = rms_norm(x) w: what follows every layer's half. Leaves delta undefined."""
+
     def all_gather(self, x: Array, *, out: Array) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
 
@@ -31,6 +34,9 @@ class SoloComm:
 
     def all_reduce(self, x: Array) -> None:
         return None
+
+    def all_reduce_norm(self, ops: Any, x: Array, delta: Array, w: Array, eps: float, *, out: Array) -> None:
+        ops.add_rms_norm(x, delta, w, eps, out=out)
 
     def all_gather(self, x: Array, *, out: Array) -> None:
         out[:] = x

@@ -168,6 +168,10 @@ class NullComm:
         if self.world > 1:
             self.calls[Collective("all_reduce", len(x), x[:1].nbytes)] += 1
 
+    def all_reduce_norm(self, ops: Any, x: ShapeOnly, delta: ShapeOnly, w: ShapeOnly, eps: float, *, out: ShapeOnly) -> None:
+        self.all_reduce(delta)
+        ops.add_rms_norm(x, delta, w, eps, out=out)
+
     def all_gather(self, x: ShapeOnly, *, out: ShapeOnly) -> None:
         wanted = (x.shape[0], x.shape[1] * self.world)
         if out.shape != wanted or out.dtype != x.dtype:

@@ -7,6 +7,8 @@ summed in rank order, so all ranks hold the same bits and sample the same tokens
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from runtime.shared import LINE, SharedBlock, Watch
@@ -48,6 +50,17 @@ class SharedComm:
             for part in parts[1:]:
                 total += part
             piece[:] = total
+
+    def all_reduce_norm(self, ops: Any, x: Array, delta: Array, w: Array, eps: float, *, out: Array) -> None:
+        """x [M, H] += the sum over ranks of delta; out = rms_norm(x) w."""
+        self.all_reduce(delta)
+        ops.add_rms_norm(x, delta, w, eps, out=out)
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, equally many of each, in rank order."""
+        out = np.empty((1, len(mine) * self.world), np.uint8)
+        self.all_gather(np.frombuffer(mine, np.uint8)[None], out=out)
+        return [part.tobytes() for part in out.reshape(self.world, -1)]
 
     def all_gather(self, x: Array, *, out: Array) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""

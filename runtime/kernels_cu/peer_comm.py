@@ -1,0 +1,121 @@
+"""Collectives of GPU ranks, recorded like ops: the sums of steps through peer memory, what is larger through NCCL.
+
+GPU-unverified: recorded and run on the CPU shim by several processes, never yet on GPUs.
+
+A message takes the fastest way for its number of rows, by thresholds that are measured at start (`peers_cuda`). All ranks record
+the same calls in the same order, so they meet in every launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from runtime.kernels_cu import all_reduce, dense
+from runtime.kernels_cu.array import WIDTHS, DeviceArray
+from runtime.kernels_cu.device import Device, Runnable
+from runtime.kernels_cu.recorder import Recorded, Recorder
+
+ONE, TWO, LARGE = "one_shot", "two_shot", "large"
+
+
+class Large(Protocol):
+    """What carries messages of any size; NCCL on GPUs."""
+
+    def all_reduce(self, address: int, count: int) -> Runnable:
+        """`count` bf16 numbers become their sums over ranks, in place."""
+
+    def all_gather(self, source: int, to: int, nbytes: int) -> Runnable:
+        """The ranks' `nbytes` bytes each, one after the other in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The most rows that one_shot and two_shot are the fastest for; 0: never."""
+
+    one: int
+    two: int
+
+    def way(self, rows: int) -> str:
+        return ONE if rows <= self.one else TWO if rows <= self.two else LARGE
+
+
+def default_thresholds(config: all_reduce.Config) -> Thresholds:
+    """Until there is a measurement: what two H200 showed (one shot to 128 rows), less where a row goes to more peers."""
+    return Thresholds(max(1, min(config.blocks, 128 // (config.world - 1))), config.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """One rank's access to the others, as all_reduce.cu needs it."""
+
+    config: all_reduce.Config
+    ranks: all_reduce.Ranks
+    hidden: int
+    keep: Any = None
+
+    def shot(self, device: Device, way: str, rows: int, part: int, norm: all_reduce.Norm | None = None, seq: int = 0) -> Runnable:
+        """The prepared sum of part [rows, hidden] by that way."""
+        shot = all_reduce.one_shot if way == ONE else all_reduce.two_shot
+        call = shot(self.config, rows, self.hidden, self.ranks, part=part, norm=norm, seq=seq)
+        functions = device.functions(all_reduce.SOURCE, self.config.defines(self.hidden), all_reduce.ENTRIES)
+        return device.prepare(call, functions, (self.keep,))
+
+
+class PeerComm:
+    """One rank's collectives over a recorder's launches. memory None: everything goes the way of large messages."""
+
+    def __init__(
+        self, recorder: Recorder, rank: int, world: int, large: Large, memory: PeerMemory | None, thresholds: Thresholds | None = None
+    ) -> None:
+        self.rank, self.world = rank, world
+        self._recorder, self._large, self._memory = recorder, large, memory
+        found = thresholds or (default_thresholds(memory.config) if memory else None)
+        self.thresholds = found if memory and found else Thresholds(0, 0)
+
+    def all_reduce(self, x: DeviceArray) -> None:
+        """x [M, H] bf16 becomes the sum over ranks, in place, rounded once."""
+        way = self._way(x)
+        if way == LARGE or self._memory is None:
+            self._append("all_reduce", self._large.all_reduce(x.flat, x.size))
+            return
+        rows = x.shape[0]
+        self._append("all_reduce", self._memory.shot(self._recorder.device, way, rows, x.flat, seq=self._recorder.alive(rows)))
+
+    def all_reduce_norm(self, ops: Any, x: DeviceArray, delta: DeviceArray, w: DeviceArray, eps: float, *, out: DeviceArray) -> None:
+        """x [M, H] += the sum over ranks of delta; out = rms_norm(x) w. Leaves delta undefined."""
+        way = self._way(delta)
+        if way == LARGE or self._memory is None:
+            self.all_reduce(delta)
+            ops.add_rms_norm(x, delta, w, eps, out=out)
+            return
+        rows, norm = x.shape[0], all_reduce.Norm(x.flat, w.flat, out.flat, eps)
+        seq = self._recorder.alive(rows)
+        self._append("all_reduce_norm", self._memory.shot(self._recorder.device, way, rows, delta.flat, norm, seq))
+
+    def all_gather(self, x: DeviceArray, *, out: DeviceArray) -> None:
+        """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
+        rows, width = x.shape
+        if out.shape != (rows, width * self.world) or out.dtype != x.dtype:
+            raise ValueError(f"all_gather over {self.world} ranks: out is {list(out.shape)} {out.dtype} for x {list(x.shape)} {x.dtype}")
+        item = WIDTHS[x.dtype]
+        parts = self._recorder.arena.take("comm.gather", x.nbytes * self.world)
+        self._append("all_gather", self._large.all_gather(x.flat, parts, x.nbytes))
+        config, device = dense.Config(), self._recorder.device
+        functions = device.functions(dense.SOURCE, config.defines(), dense.ENTRIES)
+        for rank in range(self.world):
+            place = out.flat + rank * width * item
+            call = dense.copy(
+                rows, width * item // 2, x=parts + rank * x.nbytes, out=place, out_stride_bytes=width * self.world * item
+            )  # fmt: skip
+            self._append("all_gather", device.prepare(call, functions))
+
+    def _way(self, x: DeviceArray) -> str:
+        if self._memory is None:
+            return LARGE
+        if x.shape[1] != self._memory.hidden:
+            raise ValueError(f"all_reduce: rows of {x.shape[1]} numbers; this group was made for {self._memory.hidden}")
+        return self.thresholds.way(x.shape[0])
+
+    def _append(self, op: str, run: Runnable) -> None:
+        self._recorder.recorded.append(Recorded(op, {}, run))
