@@ -18,6 +18,7 @@ import numpy as np
 from model import kimi_k26
 from model.kimi_k26 import Mlp, Spec, swiglu
 from model.rope import Rope
+from runtime.source import Source, stack
 from runtime.types import Array, DraftPlan
 
 
@@ -155,12 +156,12 @@ def load(ckpt: Any, c: Config, backend: Any, positions: int, attention_factor: f
     """
     ckpt.expect(tensors(c))
 
-    def get(name: str) -> Array:
-        return np.asarray(ckpt.get(f"{name}.weight"))
+    def get(name: str) -> Source:
+        return ckpt.source(f"{name}.weight")  # type: ignore[no-any-return]
 
     def layer(i: int) -> Layer:
         p = f"layers.{i}."
-        gate_up = np.concatenate([get(f"{p}mlp.gate_proj"), get(f"{p}mlp.up_proj")])
+        gate_up = stack(get(f"{p}mlp.gate_proj"), get(f"{p}mlp.up_proj"))
         q, k, v, o = (backend.param(get(f"{p}self_attn.{n}_proj")) for n in ("q", "k", "v", "o"))
         return Layer(
             input_norm=backend.param(get(f"{p}input_layernorm")),

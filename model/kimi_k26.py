@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from model.pack_w4 import w4_from_experts, w4_from_gate_up
+from model.pack_w4 import w4_source
 from model.rope import Rope
+from runtime.source import Source, stack
 from runtime.types import Array, StepPlan
 
 # transformers builds q_a_layernorm and kv_a_layernorm with their default epsilon, whatever rms_norm_eps
@@ -211,29 +210,32 @@ class Weights:
 def load(
     ckpt: Any, c: Config, backend: Any, rank: int, tp: int, positions: int, progress: Callable[[str], None] = lambda _: None
 ) -> Weights:
-    """Reads this rank's slices from a `model.weights.Checkpoint`. Cuts: heads, widths and vocabulary; the latent path is replicated."""
+    """Hands this rank's slices of a `model.weights.Checkpoint` or `model.dummy.DummyCheckpoint` to the backend.
+
+    Cuts: heads, widths and vocabulary; the latent path is replicated. A backend may still be fetching when this returns.
+    """
     c.check_tp(tp)
     ckpt.expect(tensors(c))
 
-    def get(name: str, rows: slice | None = None, cols: slice | None = None) -> Array:
-        return np.asarray(ckpt.get(f"{name}.weight", rows, cols))
+    def get(name: str, rows: slice | None = None, cols: slice | None = None) -> Source:
+        return ckpt.source(f"{name}.weight", rows, cols)  # type: ignore[no-any-return]
 
     def part(size: int) -> slice:
         return slice(rank * size // tp, (rank + 1) * size // tp)
 
     def mlp(prefix: str, width: int) -> Mlp:
         cut = part(width)
-        both = np.concatenate([get(f"{prefix}gate_proj", cut), get(f"{prefix}up_proj", cut)])
+        both = stack(get(f"{prefix}gate_proj", cut), get(f"{prefix}up_proj", cut))
         return Mlp(backend.param(both), backend.param(get(f"{prefix}down_proj", None, cut)))
 
     def moe(prefix: str) -> Moe:
         cut = part(c.expert_width)
         names = [f"{prefix}experts.{e}." for e in range(c.experts)]
-        w13 = w4_from_gate_up(*([ckpt.get_w4(f"{n}{kind}", cut, None) for n in names] for kind in ("gate_proj", "up_proj")))
-        w2 = w4_from_experts([ckpt.get_w4(f"{n}down_proj", None, cut) for n in names])
+        w13 = w4_source([tuple(ckpt.triple(f"{n}{kind}", cut, None) for kind in ("gate_proj", "up_proj")) for n in names])
+        w2 = w4_source([(ckpt.triple(f"{n}down_proj", None, cut),) for n in names])
         return Moe(
             backend.param(get(f"{prefix}gate")),
-            backend.param(np.asarray(ckpt.get(f"{prefix}gate.e_score_correction_bias"))),
+            backend.param(ckpt.source(f"{prefix}gate.e_score_correction_bias")),
             mlp(f"{prefix}shared_experts.", c.expert_width * c.shared_experts),
             backend.param_w4(w13),
             backend.param_w4(w2),
@@ -242,10 +244,10 @@ def load(
     def layer(i: int) -> Layer:
         p, heads = f"model.layers.{i}.", c.heads // tp
         a = f"{p}self_attn."
-        kv_b = get(f"{a}kv_b_proj", part(c.heads * (c.nope + c.value))).reshape(heads, c.nope + c.value, c.latent)
+        kv_b = get(f"{a}kv_b_proj", part(c.heads * (c.nope + c.value))).read().reshape(heads, c.nope + c.value, c.latent)
         made = Layer(
             input_norm=backend.param(get(f"{p}input_layernorm")),
-            qkv_a=backend.param(np.concatenate([get(f"{a}q_a_proj"), get(f"{a}kv_a_proj_with_mqa")])),
+            qkv_a=backend.param(stack(get(f"{a}q_a_proj"), get(f"{a}kv_a_proj_with_mqa"))),
             q_norm=backend.param(get(f"{a}q_a_layernorm")),
             kv_norm=backend.param(get(f"{a}kv_a_layernorm")),
             q_b=backend.param(get(f"{a}q_b_proj", part(c.heads * (c.nope + c.rope_dim)))),

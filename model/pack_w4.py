@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.source import Triple, W4Source
 from runtime.w4 import GROUP, W4, pack, unpack_expert
 
 U8 = NDArray[np.uint8]
@@ -83,6 +84,23 @@ def w4_from_gate_up(gate: list[tuple[Array, Array]], up: list[tuple[Array, Array
         raise ValueError(f"{len(gate)} gate matrices, {len(up)} up matrices")
     both = [(np.concatenate([g, u]), np.concatenate([gs, us])) for (g, gs), (u, us) in zip(gate, up, strict=True)]
     return w4_from_experts(both, interleaved=True)
+
+
+def w4_source(experts: list[tuple[Triple, ...]]) -> W4Source:
+    """Experts of one triple each, or of two, gate and up: packed here when asked, or by a device from the triples themselves."""
+
+    def pack_here() -> W4:
+        read = [[read_triple(t) for t in parts] for parts in experts]
+        if len(experts[0]) == 2:
+            return w4_from_gate_up([gate for gate, _ in read], [up for _, up in read])
+        return w4_from_experts([one for (one,) in read])
+
+    return W4Source(tuple(experts), pack_here)
+
+
+def read_triple(triple: Triple) -> tuple[U8, Array]:
+    """(codes [N, K] u8, scale [N, K/32] bf16) of a source."""
+    return unpack_words(triple.words.read()), triple.scale.read()
 
 
 def triple_from_w4(w: W4, expert: int) -> tuple[I32, Array, Array]:

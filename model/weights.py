@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from model.pack_w4 import unpack_words
+from model.pack_w4 import read_triple
 from model.shards import SINGLE, CheckpointError, Stored, check_coverage, read_header, read_index, read_json, refuse
+from runtime.source import FileWindow, Source, Triple
 from runtime.w4 import GROUP
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "legal_tp_sizes"]
@@ -46,6 +47,7 @@ class Checkpoint:
         self._tensors = tensors
         self._progress = progress
         self._shards: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}
         self._check_triples()
 
     @classmethod
@@ -91,8 +93,7 @@ class Checkpoint:
         the tensor; cols need a matrix.
         """
         tensor = self._find(name)
-        if tensor.dtype not in READABLE:
-            raise CheckpointError(f"{self.folder / tensor.file}: {tensor.name} is {tensor.dtype}; readable are {', '.join(READABLE)}")
+        self._check_readable(tensor)
         whole, cuts = rows is None and cols is None, (rows,) if cols is None else (rows, cols)
         window = () if whole else tuple(self._bounds(tensor, axis, cut) for axis, cut in enumerate(cuts))
         try:
@@ -106,14 +107,20 @@ class Checkpoint:
             self._progress(name, array.nbytes)
         return array
 
-    def get_w4(
-        self, prefix: str, rows: slice | None = None, cols: slice | None = None
-    ) -> tuple[NDArray[np.uint8], NDArray[ml_dtypes.bfloat16]]:
-        """The INT4 matrix of the triple `prefix`.weight_{packed,scale,shape}, or a window of it in whole groups.
+    def source(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Source:
+        """What `get` reads, not read yet: its place in its file for who fetches it alone, and `get` itself."""
+        tensor = self._find(name)
+        self._check_readable(tensor)
+        cuts = [self._bounds(tensor, axis, cut) for axis, cut in enumerate((rows, cols)) if axis < len(tensor.shape) or cut is not None]
+        shape = tuple(cut.stop - cut.start for cut in cuts) + tensor.shape[2:]
+        matrix = [slice(0, 1)] * (2 - len(cuts)) + cuts
+        spans = [(cut.start, cut.stop) for cut in matrix]
+        start = self._data_start(tensor.file) + tensor.start
+        window = FileWindow(self.folder / tensor.file, start, tensor.dtype, tensor.shape[-1], spans[0], spans[1])
+        return Source(shape, tensor.dtype, (window,), (lambda: self.get(name, rows, cols),))
 
-        Returns codes u8 [n, k] in 0..15 and scale bf16 [n, k/32]; the value is (code - 8) · scale. Eight inputs share a
-        word, lowest nibble first (compressed-tensors, pack_to_int32).
-        """
+    def triple(self, prefix: str, rows: slice | None = None, cols: slice | None = None) -> Triple:
+        """The INT4 matrix of the triple `prefix`.weight_{packed,scale,shape}, or a window of it in whole groups."""
         packed_name, scale_name, shape_name = (f"{prefix}.weight_{part}" for part in ("packed", "scale", "shape"))
         packed = self._find(packed_name)
         n, k = packed.shape[0], packed.shape[1] * 8
@@ -127,9 +134,16 @@ class Checkpoint:
                 f"{self.folder / packed.file}: columns {cut.start}:{cut.stop} of {packed_name} ({k} inputs) split a group of {GROUP} "
                 f"that shares one scale; this width can be cut for tensor-parallel sizes {legal_tp_sizes(k)}"
             )
-        words = self.get(packed_name, rows, slice(cut.start // 8, cut.stop // 8))
-        scale = self.get(scale_name, rows, slice(cut.start // GROUP, cut.stop // GROUP))
-        return unpack_words(words), scale
+        words = self.source(packed_name, rows, slice(cut.start // 8, cut.stop // 8))
+        return Triple(words, self.source(scale_name, rows, slice(cut.start // GROUP, cut.stop // GROUP)))
+
+    def get_w4(
+        self, prefix: str, rows: slice | None = None, cols: slice | None = None
+    ) -> tuple[NDArray[np.uint8], NDArray[ml_dtypes.bfloat16]]:
+        """`triple`, read: codes u8 [n, k] in 0..15 and scale bf16 [n, k/32]; the value is (code - 8) · scale. Eight inputs share a
+        word, lowest nibble first (compressed-tensors, pack_to_int32).
+        """
+        return read_triple(self.triple(prefix, rows, cols))
 
     def expect(self, spec: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """Compares the folder with {name: (shape, dtype)}; raises one error that lists missing, unexpected and differing tensors."""
@@ -151,6 +165,17 @@ class Checkpoint:
         if name not in self._tensors:
             raise CheckpointError(f"{self.folder} holds no tensor {name!r} among its {len(self._tensors)}; names() lists them")
         return self._tensors[name]
+
+    def _check_readable(self, tensor: Stored) -> None:
+        if tensor.dtype not in READABLE:
+            raise CheckpointError(f"{self.folder / tensor.file}: {tensor.name} is {tensor.dtype}; readable are {', '.join(READABLE)}")
+
+    def _data_start(self, file: str) -> int:
+        """The byte after a shard's header."""
+        if file not in self._starts:
+            with (self.folder / file).open("rb") as shard:
+                self._starts[file] = 8 + int.from_bytes(shard.read(8), "little")
+        return self._starts[file]
 
     def _bounds(self, tensor: Stored, axis: int, cut: slice | None) -> slice:
         where, axis_name = f"{self.folder / tensor.file}: {tensor.name}", ("rows", "cols")[min(axis, 1)]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runtime.cost import Cost
 from runtime.ops import OPS, Op
 from runtime.shapes import DTYPES, bind, parse
+from runtime.source import Source
 from runtime.w4 import GROUP
 
 _WIDTH = {"bf16": 2, "f32": 4, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u32": 4, "u64": 8, "bool": 1}
@@ -187,9 +188,11 @@ def call_cost(call: Call, known: Mapping[str, float]) -> Cost:
 
 
 def shape_of(array: Any) -> ShapeOnly:
-    """The shape and dtype of a NumPy array, or of a ShapeOnly itself."""
+    """The shape and dtype of a NumPy array or a weight's source, or of a ShapeOnly itself."""
     if isinstance(array, ShapeOnly):
         return array
+    if isinstance(array, Source):
+        return ShapeOnly(array.shape, array.dtype)
     return ShapeOnly(tuple(array.shape), _SHORT[array.dtype.name])
 
 

@@ -19,9 +19,15 @@ import numpy as np
 from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.device import ALIGNMENT, check_contiguous
 from runtime.kernels_cu.linear_lt import R_16BF, Layout, Product
+from tests.host_link import HostLink
 
 ROOT = Path(__file__).parents[1]
-ENTRY_FILES = {"moe_w4.cu": "moe_entry.cu", "moe_route.cu": "route_entry.cu", "tree_mla.cu": "mla_entry.cu"}
+ENTRY_FILES = {
+    "moe_w4.cu": "moe_entry.cu",
+    "moe_route.cu": "route_entry.cu",
+    "tree_mla.cu": "mla_entry.cu",
+    "tree_mla_rows.cu": "mla_entry.cu",
+}
 Get = Callable[[str, dict[str, int]], ctypes.CDLL]
 
 
@@ -125,6 +131,9 @@ class ShimDevice:
 
     def multiply(self, product: Product, w: int, x: int, out: int, *, invariant: bool = False, keep: tuple[Any, ...] = ()) -> NumpyProduct:
         return NumpyProduct(product, w, x, out, invariant)
+
+    def link(self) -> HostLink:
+        return HostLink()
 
     def synchronize(self) -> None:
         """Nothing is on its way: launches run when they are enqueued."""

@@ -15,6 +15,7 @@ from runtime.types import Array
 
 if TYPE_CHECKING:
     from runtime.kernels_cu.linear_lt import Lt, Product
+    from runtime.kernels_cu.link import Link
 
 ALIGNMENT = 256  # bytes, of every allocation
 
@@ -60,6 +61,9 @@ class Device(Protocol):
     def multiply(self, product: Product, w: int, x: int, out: int, *, invariant: bool = False, keep: tuple[Any, ...] = ()) -> Runnable:
         """A product of any number of rows by the device's library, prepared: addresses of its A, B and D. invariant: by the
         algorithm that serves all numbers of rows of these weights. Preparing may run it, so not in a capture."""
+
+    def link(self) -> Link:
+        """A new way for weights from the host."""
 
     def synchronize(self) -> None:
         """Waits for the stream."""
@@ -129,6 +133,11 @@ class CupyDevice:
 
             self._lt = open_lt(self)
         return self._lt.prepare(product, w, x, out, invariant=invariant, keep=keep)
+
+    def link(self) -> Link:
+        from runtime.kernels_cu.link import CudaLink
+
+        return CudaLink(self)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

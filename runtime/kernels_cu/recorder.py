@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -17,10 +18,12 @@ from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.arena import Arena
 from runtime.kernels_cu.array import NUMPY, DeviceArray, dtype_name
 from runtime.kernels_cu.device import Device, Runnable
+from runtime.kernels_cu.residency import Loader
 from runtime.ops import OPS
 from runtime.shapes import bind, parse
+from runtime.source import Source, W4Source
 from runtime.types import Array
-from runtime.w4 import W4
+from runtime.w4 import W4, expert_bytes
 
 T = TypeVar("T")
 
@@ -61,8 +64,13 @@ class DeviceW4:
     E: int
     N: int
     K: int
-    exponent: int
+    read_exponent: Callable[[], int]
     interleaved: bool
+
+    @property
+    def exponent(self) -> int:
+        """As `W4.exponent`; waits for weights that are on their way."""
+        return self.read_exponent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,7 @@ class Recorder:
         self.arena = Arena(device)
         self.recorded: list[Recorded] = []
         self.weight_bytes = 0
+        self._loader: Loader | None = None
         self.live = Live()
         self.routing: Routing | None = None  # between a route and its moe_w4
         self.planned: tuple[Any, ...] | None = None  # the attention plan that this recording holds
@@ -95,20 +104,41 @@ class Recorder:
         self._op: tuple[str, Mapping[str, int]] = ("", {})
 
     # ------------------------------------------------------------ memory
-    def param(self, array: Array) -> DeviceArray:
-        """A weight, copied to the device as it is: bf16, f32 or an integer."""
-        host = np.ascontiguousarray(array)
+    def param(self, weight: Array | Source) -> DeviceArray:
+        """A weight, copied to the device as it is: bf16, f32 or an integer. A source may still be on its way until `settle`."""
+        if isinstance(weight, Source):
+            streamed = DeviceArray(self.device.alloc(weight.nbytes), weight.shape, weight.dtype)
+            self._loading().source(weight, streamed.address)
+            self.weight_bytes += weight.nbytes
+            return streamed
+        host = np.ascontiguousarray(weight)
         made = DeviceArray(self.device.alloc(host.nbytes), tuple(host.shape), dtype_name(host))
         self.device.upload(made.address, host.view(np.uint16) if host.dtype == ml_dtypes.bfloat16 else host)
         self.weight_bytes += host.nbytes
         return made
 
-    def param_w4(self, packed: W4) -> DeviceW4:
-        """INT4 experts, in the one packed layout."""
-        address = self.device.alloc(packed.nbytes)
-        self.device.upload(address, np.ascontiguousarray(packed.data))
-        self.weight_bytes += packed.nbytes
-        return DeviceW4(address, packed.E, packed.N, packed.K, packed.exponent, packed.interleaved)
+    def param_w4(self, weight: W4 | W4Source) -> DeviceW4:
+        """INT4 experts in the one packed layout; a source's triples are packed on the device."""
+        nbytes = weight.E * expert_bytes(weight.N, weight.K)
+        address = self.device.alloc(nbytes)
+        self.weight_bytes += nbytes
+        if isinstance(weight, W4Source):
+            exponent = self._loading().experts(weight, address)
+        else:
+            self.device.upload(address, np.ascontiguousarray(weight.data))
+            exponent = partial(int, weight.exponent)
+        return DeviceW4(address, weight.E, weight.N, weight.K, exponent, weight.interleaved)
+
+    def settle(self) -> None:
+        """All weights asked for so far are there for what the device does next; what fetched them is given back."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _loading(self) -> Loader:
+        if self._loader is None:
+            self._loader = Loader(self.device, self.device.link())
+        return self._loader
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "bf16") -> DeviceArray:
         """A cache: memory that outlives a step."""
@@ -125,6 +155,7 @@ class Recorder:
 
     def host(self, array: DeviceArray) -> Array:
         """A copy on the host of what the launches run so far have left there."""
+        self.settle()
         out = np.empty(array.shape, NUMPY[array.dtype])
         self.device.download(array.flat, out.view(np.uint16) if array.dtype == "bf16" else out)
         return out
@@ -138,6 +169,7 @@ class Recorder:
     def recording(self, alive: DeviceArray | None = None, live: Live | None = None) -> Iterator[list[Recorded]]:
         """Starts a fresh list, `recorded`, and yields it. alive [M] i32: negative where a row is dead (seq, tap_slot); None: no
         row is. live: where the counts of this recording stand."""
+        self.settle()
         self.recorded, self._alive, self.live = [], alive, live or Live()
         self.routing = self.planned = None
         try:

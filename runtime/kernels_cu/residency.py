@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,7 @@ class Loader:
                 out = to + (e * strips + strip) * groups * UNIT_BYTES
                 self._submit(self._packing(source, e, strip * UNIT_ROWS // parts, rows, out, largest))
 
+        @cache
         def exponent() -> int:
             self.settle()
             bits = np.zeros(1, np.uint32)

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from runtime.kernels_np import dense, draft, mla, moe, sample
+from runtime.source import Source, W4Source
 from runtime.types import F32, I32, Array
 from runtime.w4 import W4
 
@@ -64,14 +65,15 @@ class NumpyBackend:
         hit, self._hit = self._hit, []
         return sum(hit) / len(hit) if hit else 0.0
 
-    def param(self, array: Array) -> Array:
+    def param(self, weight: Array | Source) -> Array:
         """A weight as the ops want it: bf16 becomes float32 with the same values."""
+        array = weight.read() if isinstance(weight, Source) else weight
         if array.dtype == ml_dtypes.bfloat16:
             return np.ascontiguousarray(array.astype(np.float32))
         return np.ascontiguousarray(array)
 
-    def param_w4(self, packed: W4) -> Any:
-        return moe.Experts(packed)
+    def param_w4(self, weight: W4 | W4Source) -> Any:
+        return moe.Experts(weight.pack() if isinstance(weight, W4Source) else weight)
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "bf16") -> Array:
         """A cache: memory that outlives a step."""

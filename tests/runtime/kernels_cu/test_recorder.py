@@ -129,7 +129,7 @@ def test_a_route_needs_its_experts(ops):
     with pytest.raises(RuntimeError, match="recorded twice"), ops.recording():
         ops.route(*inputs, expert=expert, weight=weight)
         ops.route(*inputs, expert=expert, weight=weight)
-    w13, w2 = DeviceW4(4096, 8, 64, 64, 0, True), DeviceW4(4096, 8, 64, 32, 0, False)
+    w13, w2 = DeviceW4(4096, 8, 64, 64, int, True), DeviceW4(4096, 8, 64, 32, int, False)
     other = ops.zeros((2, 2), "i32")
     with pytest.raises(RuntimeError, match="with other choices"), ops.recording():
         ops.route(*inputs, expert=expert, weight=weight)
@@ -144,7 +144,7 @@ def entries(recorded):
 
 def test_choices_given_are_sorted_and_choices_to_make_are_made(ops):
     inputs, expert, weight = routed(ops)
-    w13, w2 = DeviceW4(4096, 8, 64, 64, 0, True), DeviceW4(4096, 8, 64, 32, 0, False)
+    w13, w2 = DeviceW4(4096, 8, 64, 64, int, True), DeviceW4(4096, 8, 64, 32, int, False)
     with ops.recording() as given:
         ops.moe_w4(inputs[0], expert, weight, w13, w2, inputs[0], out=inputs[0])
     with ops.recording() as made:
