@@ -185,7 +185,7 @@ class Bench:
 
 
 def describe(c: Config) -> str:
-    kind = "wgmma" if c.wgmma else f"mma p{c.producers}"
+    kind = "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
     return (
         f"{kind} n{c.columns} s{c.slots}{' early' if c.early else ''}{'' if c.float_parts else ' b16'}{f' c{c.chunk}' if c.chunk else ''}"
     )
@@ -211,10 +211,10 @@ def portable_and_own(dims: Dims, arch: str) -> Iterator[Config]:
     yield from (c for c in candidates(dims, arch) if c.wgmma)
 
 
-def source_digest() -> str:
-    """Of the kernel and all that it includes."""
-    h = hashlib.sha256(read_source("tree_mla.cu").encode())
-    for name, text in sorted(include_closure("tree_mla.cu").items()):
+def source_digest(source: str) -> str:
+    """Of a kernel and all that it includes."""
+    h = hashlib.sha256(read_source(source).encode())
+    for name, text in sorted(include_closure(source).items()):
         h.update(f"{name}\0{text}".encode())
     return h.hexdigest()[:12]
 
@@ -267,7 +267,7 @@ def measure(options: argparse.Namespace) -> None:
             record = {
                 "schema": 1, **asdict(case), "us": round(us, 2), "floor_us": round(case.floor_us, 2), "share": round(case.floor_us / us, 4),
                 "tflops": round(case.flops / us * 1e-6, 1), "plan_us": round(plan_us, 2), "error": float(f"{error:.2e}"),
-                "calls": case.calls, "config": asdict(config), **provenance(options.commit), "src": source_digest(),
+                "calls": case.calls, "config": asdict(config), **provenance(options.commit), "src": source_digest(config.source),
             }  # fmt: skip
             options.json.parent.mkdir(parents=True, exist_ok=True)
             with options.json.open("a") as file:

@@ -11,7 +11,7 @@ from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims,
 
 _EXPECTED_KEYS, _TREE_ROWS = 8192, 9  # a context, and a tree's rows, for which a bucket's configuration is chosen
 _INVARIANT_ROWS, _INVARIANT_STREAMS = 64, 8  # for these the one configuration of an invariant backend is chosen
-_SPLITS, _LEAST_TILES = 64, 8  # its ranges of keys: at most so many of the longest sequence, and none shorter
+_LEAST_TILES, _INVARIANT_BYTES = 8, 2 << 30  # of its ranges of keys; of the partials of its largest bucket
 
 
 @op
@@ -37,7 +37,11 @@ def tree_mla(
             f"tree_mla: keys of {q.shape[2]} and values of {out.shape[2]} numbers; the kernel is built for {WIDTH} and {VALUE}"
         )
     dims = Dims(len(q), len(ctx), q.shape[1], pages.shape[1] * page_size, page_size, ancestors.shape[1])
-    config = r.choose(("tree_mla", dims), lambda: _config(r, dims))
+    if r.invariant:
+        config = r.choose(("tree_mla", dims.heads, dims.page_size), lambda: _invariant_config(r, dims))
+        config.check(dims, r.device.arch)
+    else:
+        config = r.choose(("tree_mla", dims), lambda: _config(r, dims))
     functions = r.device.functions(config.source, config.defines(dims.heads), family.ENTRIES)
     family.check_resident(config, r.device.resident(functions["tree_mla"], config.threads, config.smem_bytes()))
     blocks = r.device.sms
@@ -54,12 +58,19 @@ def tree_mla(
 def _config(r: Recorder, dims: Dims) -> Config:
     """What is predicted to serve a bucket best: its rows may be one of each stream, or trees."""
     dims.check()
-    arch = r.device.arch
-    if r.invariant:
-        chunk = max(_LEAST_TILES, -(-dims.keys // (TILE * _SPLITS)))
-        config = default_config(replace(dims, M=_INVARIANT_ROWS, B=_INVARIANT_STREAMS, words=1), arch, r.hw, chunk=chunk)
-        config.check(dims, arch)
-        return config
     keys = min(dims.keys, _EXPECTED_KEYS)
     loads = [replace(dims, B=min(dims.B, -(-dims.M // rows)), keys=keys) for rows in (1, _TREE_ROWS)]
-    return min(candidates(dims, arch), key=lambda config: sum(predict_us(load, config, r.hw, r.device.sms) for load in loads))
+    return min(candidates(dims, r.device.arch), key=lambda config: sum(predict_us(load, config, r.hw, r.device.sms) for load in loads))
+
+
+def _invariant_config(r: Recorder, dims: Dims) -> Config:
+    """One for all buckets, chosen at the first that is recorded, the largest: its ranges of keys are as short as partials for every
+    range of the longest sequence fit _INVARIANT_BYTES."""
+    usual = replace(dims, M=_INVARIANT_ROWS, B=_INVARIANT_STREAMS, keys=min(dims.keys, _EXPECTED_KEYS), words=1)
+    tiles = -(-dims.keys // TILE)
+    for chunk in range(min(_LEAST_TILES, tiles), tiles + 2):
+        config = default_config(usual, r.device.arch, r.hw, chunk=chunk)
+        if family.workspace_bytes(dims, config, r.device.sms)["part"] <= _INVARIANT_BYTES:
+            break
+    config.check(dims, r.device.arch)
+    return config

@@ -19,11 +19,11 @@ from runtime.kernels_cu._call import Call
 from runtime.kernels_cu._launch import Function, Launch, load
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
 
-SOURCE, ENTRIES = "tree_mla.cu", ("tree_mla_plan", "tree_mla")
+ENTRIES = ("tree_mla_plan", "tree_mla")
 
 
 class Params(ctypes.Structure):
-    """`Params` of tree_mla.cu."""
+    """`Params` of prim/mla_items.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "cache", "pages", "ancestors", "out", "items", "count", "part", "stats", "arrived")),
@@ -33,7 +33,7 @@ class Params(ctypes.Structure):
 
 
 class PlanParams(ctypes.Structure):
-    """`PlanParams` of tree_mla.cu."""
+    """`PlanParams` of prim/mla_items.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("ctx", "row0", "seq", "items", "count")),
@@ -86,7 +86,7 @@ class Kernels:
 def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
     """Compiles and loads what the launches need. Needs a GPU; `_build.build` alone does not."""
     config.check(dims, arch)
-    functions = load(build(SOURCE, config.defines(dims.heads), arch).code, ENTRIES)
+    functions = load(build(config.source, config.defines(dims.heads), arch).code, ENTRIES)
     check_resident(config, functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes()))
     return Kernels(dims, config, sms, functions)
 

@@ -10,9 +10,10 @@ from runtime.hw import HARDWARE, Hardware
 
 WIDTH, VALUE, TILE = 576, 512, 64
 BOX_BYTES, BOXES, TAIL_BYTES = 8192, 9, 1024
+ROW_OCTETS, ROW_SLOTS = 8, 18  # tree_mla_rows.cu
 MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}
 MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
-L2_SHARE = 1.2  # L2's rate over the read rate: 5.4 of 4.54 TB/s on an H200
+L2_SHARE = 1.36  # L2's rate over the read rate: FlashMLA's 746 TFLOP/s on one H200 take 6.2 TB/s out of L2, memory gives 4.54
 ROOM_WAVES = 4  # partials a block has room for
 
 
@@ -49,7 +50,8 @@ class Config:
     (one with wgmma). wgmma: Hopper's product and tensor copies. early: scores of the next tile before this tile's values are
     mixed in (17 slots). causal: every sequence is a chain, ancestor words are not read. float_parts: partials in float32, so
     that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split, 0: chosen on the
-    device for the step's load; given, a row's numbers depend on its own keys alone.
+    device for the step's load; given, a row's numbers depend on its own keys alone. rows: tree_mla_rows.cu, 64 query columns as
+    the product's rows, for sequences that have that many; 8 octets, a ring of two tiles.
     """
 
     octets: int = 8
@@ -60,35 +62,44 @@ class Config:
     causal: bool = False
     float_parts: bool = True
     chunk: int = 0
+    rows: bool = False
 
     @property
     def columns(self) -> int:
         return 8 * self.octets
 
+    @property
+    def source(self) -> str:
+        return "tree_mla_rows.cu" if self.rows else "tree_mla.cu"
+
     def defines(self, heads: int) -> dict[str, int]:
-        return {
-            "HEADS": heads,
+        """What `source` is built with."""
+        both = {"HEADS": heads, "CAUSAL": int(self.causal), "PART_F32": int(self.float_parts)}
+        if self.rows:
+            return both
+        own = {
             "OCTETS": self.octets,
             "SLOTS": self.slots,
             "PRODUCERS": self.producers,
-            "CAUSAL": int(self.causal),
             "EARLY": int(self.early),
             "USE_WGMMA": int(self.wgmma),
-            "PART_F32": int(self.float_parts),
         }
+        return both | own
 
     @property
     def threads(self) -> int:
         return 384 if self.wgmma else 256 + 32 * (self.producers + -(-self.columns // 32))
 
     def smem_bytes(self) -> int:
-        return self.slots * BOX_BYTES + (BOXES + 1) * self.columns * 128 + TAIL_BYTES
+        return self.slots * BOX_BYTES + (BOXES + 1) * self.columns * 128 + TAIL_BYTES * (2 if self.rows else 1)
 
     def check(self, dims: Dims, arch: str = "sm_90a") -> None:
         """Raises ValueError with the broken rule."""
         dims.check()
         if not 1 <= self.octets <= 9:
             raise ValueError(f"{self}: {self.octets} octets of columns; 1 to 9 fit the registers")
+        if self.rows and (not self.wgmma or self.early or (self.octets, self.slots) != (ROW_OCTETS, ROW_SLOTS)):
+            raise ValueError(f"{self}: queries as rows are built for wgmma, {ROW_OCTETS} octets and {ROW_SLOTS} slots, without early")
         least = 17 if self.early else 9
         if not least <= self.slots <= 27:
             raise ValueError(f"{self}: {self.slots} slots; {least} to 27{' with early' if self.early else ''}")
@@ -121,6 +132,9 @@ def candidates(dims: Dims, arch: str = "sm_90a", causal: bool = False, chunk: in
                 except ValueError:
                     continue
                 yield config
+    if wgmma and dims.M * dims.heads >= 32:
+        for parts in (True,) if chunk else (True, False):
+            yield Config(ROW_OCTETS, ROW_SLOTS, causal=causal, float_parts=parts, chunk=chunk, rows=True)
 
 
 def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None, causal: bool = False, chunk: int = 0) -> Config:
@@ -202,5 +216,7 @@ def predict_us(dims: Dims, config: Config, hw: Hardware, blocks: int = 132) -> f
     product_us = 2.0 * TILE * (WIDTH + VALUE) * max(config.columns, 32) / peak * 1e6
     softmax_us = (0.25 + 0.008 * config.columns) * (0.5 if config.early else 1.0)  # half hidden: an expectation, not measured
     tile_us = max(bytes_us, product_us + softmax_us) + 0.3 * min(bytes_us, product_us) * config.columns / 72
+    if config.rows:  # softmax behind products; 0.9 of the rate of large products: an expectation, not measured
+        tile_us = max(bytes_us, product_us * 1.05 / 0.9)
     partial_us = w.partial_bytes * (1 / 0.6 + 1 / 0.8) / hw.read_bps * 1e6
     return 3.0 + w.tiles_each * tile_us * 0.97 + 1.0 * w.waves + partial_us + (1.5 if w.partial_bytes else 0.0)

@@ -1,5 +1,9 @@
 // Entry points for ctypes: tree attention under the shim. Blocks wait for one another at the end, so there is one.
+#ifdef OCTETS
 #include "tree_mla.cu"
+#else
+#include "tree_mla_rows.cu"
+#endif
 #include "launch.h"
 
 extern "C" int cpu_params_bytes() { return sizeof(Params); }

@@ -31,6 +31,7 @@ __device__ __forceinline__ uint64_t policy_evict_normal() {
 }
 // PTX ISA, "setmaxnreg".
 template <int N> __device__ __forceinline__ void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 // Two 8x8 matrices, each transposed: lane 8 m + r gives the address of row r of matrix m. PTX ISA, "stmatrix" (sm_90).
 __device__ __forceinline__ void stmatrix_x2_trans(smem_t a, uint32_t m0, uint32_t m1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(a), "r"(m0), "r"(m1) : "memory");
@@ -103,6 +104,7 @@ inline void prefetch_map(const TensorMap&) {}
 inline uint64_t policy_evict_first() { return 0; }
 inline uint64_t policy_evict_normal() { return 0; }
 template <int N> inline void lower_registers() {}
+template <int N> inline void raise_registers() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING> inline void wgmma_wait() {}

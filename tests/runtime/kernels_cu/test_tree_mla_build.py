@@ -25,8 +25,8 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_widest_and_narrowest_compile_without_spills(arch, causal):
     found = list(candidates(TREES, arch, causal))
-    for config in (found[0], found[-1]):
-        entries = build("tree_mla.cu", config.defines(8), arch).entries
+    for config in (found[0], [c for c in found if not c.rows][-1], found[-1]):
+        entries = build(config.source, config.defines(8), arch).entries
         assert set(entries) == {"tree_mla", "tree_mla_plan"} and entries["tree_mla"].registers * config.threads <= 65536
 
 
@@ -36,7 +36,7 @@ def test_widest_and_narrowest_compile_without_spills(arch, causal):
 @pytest.mark.parametrize("heads", [5, 8])
 def test_every_candidate_compiles_without_spills(arch, heads):
     for config in candidates(replace(TREES, heads=heads), arch):
-        build("tree_mla.cu", config.defines(heads), arch)
+        build(config.source, config.defines(heads), arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -60,6 +60,8 @@ def test_candidates_are_legal_and_cover_every_page_size(arch):
         ({"wgmma": False, "octets": 6, "slots": 9}, "mma.sync"),
         ({"chunk": 1}, "splits"),
         ({"octets": 9, "heads": 12}, "multiple of 8"),
+        ({"rows": True}, "18 slots"),
+        ({"rows": True, "slots": 18, "wgmma": False}, "wgmma"),
     ],
 )
 def test_a_broken_rule_is_named(change, rule):
@@ -103,6 +105,11 @@ STUDY = [
 def test_prediction_is_near_the_study(q, streams, ctx, us):
     predicted = predict_us(Dims(q * streams, streams, 8, ctx), Config(octets=q, slots=17), H200)
     assert 0.75 * us < predicted < 1.35 * us, predicted
+
+
+def test_many_columns_are_rows():
+    assert default_config(Dims(330, 10, 64, 65569)).rows
+    assert not default_config(Dims(10, 10, 8, 65537)).rows
 
 
 def test_default_is_a_candidate_of_one_tile_for_nine_nodes():

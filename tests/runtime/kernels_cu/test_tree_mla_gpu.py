@@ -15,6 +15,7 @@ from tools.mla_rig import PLAN, Attention
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = OPS["tree_mla"].tolerance
+ROWS = Config(octets=8, slots=18, rows=True)
 
 
 class Device(Attention):
@@ -44,9 +45,9 @@ def test_ragged_trees_match_the_definition(config, page):
 
 
 @pytest.mark.parametrize("heads", [4, 5, 16, 32, 64])
-@pytest.mark.parametrize("octets", [1, 4, 8])
+@pytest.mark.parametrize("octets", [1, 4, 8, "rows"])
 def test_heads(heads, octets):
-    config = next(c for c in candidates(Dims(64, 4, heads, 4096)) if c.octets == octets)
+    config = ROWS if octets == "rows" else next(c for c in candidates(Dims(64, 4, heads, 4096)) if c.octets == octets)
     batch = make_batch(heads, [9, 3], [1000, 130], seed=heads)
     check_close(Device(batch, config).run(), batch.reference(), TOLERANCE)
 
@@ -58,18 +59,18 @@ def test_long_chunks(config, causal):
     check_close(Device(batch, replace(config, causal=causal)).run(), batch.reference(), TOLERANCE)
 
 
-def test_a_key_of_nan_reaches_its_descendants_alone():
+@pytest.mark.parametrize("config", [Config(), ROWS], ids=str)
+def test_a_key_of_nan_reaches_its_descendants_alone(config):
     batch, healthy = (make_batch(8, [9], [700], seed=11) for _ in range(2))
     batch.cache[batch.slot[4]] = np.nan
-    got = Device(batch, Config()).run()
+    got = Device(batch, config).run()
     below = (batch.ancestors[:, 0] >> np.uint64(4) & np.uint64(1)).astype(bool)
     assert np.isnan(got[below]).all()
-    check_bitwise(got[~below], Device(healthy, Config()).run()[~below])
+    check_bitwise(got[~below], Device(healthy, config).run()[~below])
 
 
-@pytest.mark.parametrize("octets", [1, 9])
-def test_a_row_alone_equals_the_row_in_company(octets):
-    config = Config(octets=octets, chunk=8)
+@pytest.mark.parametrize("config", [Config(octets=1, chunk=8), Config(octets=9, chunk=8), replace(ROWS, chunk=8)], ids=str)
+def test_a_row_alone_equals_the_row_in_company(config):
     both = make_batch(8, [1, 9, 4], [5000, 700, 0], seed=12)
     together = Device(both, config).run()
     for b, rows in enumerate([slice(0, 1), slice(1, 10), slice(10, 14)]):
@@ -81,18 +82,20 @@ def test_a_row_alone_equals_the_row_in_company(octets):
         check_bitwise(Device(alone, config).run(), together[rows], f"sequence {b} alone")
 
 
-def test_ten_runs_agree_in_every_bit():
+@pytest.mark.parametrize("config", [Config(octets=9), ROWS], ids=str)
+def test_ten_runs_agree_in_every_bit(config):
     batch = make_batch(8, [9] * 10, [2000 + 37 * b for b in range(10)], seed=5)
-    device = Device(batch, Config(octets=9))
+    device = Device(batch, config)
     first = device.run()
     for _ in range(10):
         check_bitwise(device.run(), first)
 
 
-def test_one_graph_serves_every_length():
+@pytest.mark.parametrize("config", [Config(octets=9), ROWS], ids=str)
+def test_one_graph_serves_every_length(config):
     """Captured once, replayed with other lengths, rows and masks; the output is NaN before each replay."""
     longest = make_batch(8, [9, 9], [4097, 4097], seed=6)
-    device = Device(longest, Config(octets=9))
+    device = Device(longest, config)
     device.run()
     with device.stream:
         device.stream.begin_capture()

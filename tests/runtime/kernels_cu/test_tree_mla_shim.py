@@ -68,6 +68,19 @@ CASES |= {
     ),
 }  # fmt: skip
 
+ROWS = Config(octets=8, slots=18, rows=True)
+CASES |= {
+    "rows: one root, nothing before": (ROWS, make_batch(8, [1], [0])),
+    "rows: nine tiles in one split": (replace(ROWS, chunk=9), make_batch(8, [8], [520], seed=1)),
+    "rows: 64 heads, bf16 partials": (replace(ROWS, float_parts=False), make_batch(64, [3], [330], seed=2)),
+    "rows: ragged, every tile a split, pages of 16": (replace(ROWS, chunk=1), make_batch(16, [3, 9, 1], [0, 128, 65], page=16, seed=4)),
+    "rows: odd heads, more nodes than a word": (replace(ROWS, chunk=2), make_batch(5, [70], [30], page=48, seed=8)),
+    "rows: causal, dead rows": (
+        replace(ROWS, causal=True),
+        make_batch(8, [30, 2], [140, 66], seed=9, bucket=40, sequences=4, chain=True),
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(shim, name):
@@ -75,13 +88,15 @@ def test_matches_the_definition(shim, name):
     check(batch, shim, config)
 
 
-@pytest.mark.parametrize("name", ["tree, several splits", "ragged, every tile a split", "early scores", "wgmma: ragged, pages of 16"])
+@pytest.mark.parametrize(
+    "name", [*(n for n in CASES if n[:4] in ("tree", "rows", "earl")), "ragged, every tile a split", "wgmma: ragged, pages of 16"]
+)
 def test_other_order_of_threads(shim, name):
     config, batch = CASES[name]
     check_bitwise(run(batch, shim, config, descending=True), run(batch, shim, config))
 
 
-@pytest.mark.parametrize("config", [TINY, FINE, WIDE], ids=["tiny", "fine", "wide"])
+@pytest.mark.parametrize("config", [TINY, FINE, WIDE, ROWS], ids=["tiny", "fine", "wide", "rows"])
 def test_chains_need_no_ancestor_words(shim, config):
     """The causal build against the definition, with words that say the opposite."""
     batch = make_batch(8, [5, 11], [60, 3], seed=10, chain=True)
@@ -91,21 +106,24 @@ def test_chains_need_no_ancestor_words(shim, config):
     assert found.ok, str(found)
 
 
-def test_a_key_of_nan_reaches_its_descendants_alone(shim):
+@pytest.mark.parametrize("config", [TINY, ROWS], ids=["tiny", "rows"])
+def test_a_key_of_nan_reaches_its_descendants_alone(shim, config):
     """Committed keys are everybody's; a node's own are for its descendants, whatever they hold."""
     batch = make_batch(8, [9], [70], seed=11)
     sick = 4
     batch.cache[batch.slot[sick]] = np.nan
-    got, want = run(batch, shim, TINY), batch.reference()
+    got, want = run(batch, shim, config), batch.reference()
     below = (batch.ancestors[:, 0] >> np.uint64(sick) & np.uint64(1)).astype(bool)
     assert 0 < below.sum() < 9
     assert np.isnan(got[below]).all()
     healthy = make_batch(8, [9], [70], seed=11)
-    check_bitwise(got[~below], run(healthy, shim, TINY)[~below])
+    check_bitwise(got[~below], run(healthy, shim, config)[~below])
     assert compare(got[~below], want[~below], TOLERANCE).ok
 
 
-@pytest.mark.parametrize("config", [FINE, replace(TINY, chunk=2), replace(TINY, chunk=100)], ids=["fine", "two", "unsplit"])
+@pytest.mark.parametrize(
+    "config", [FINE, replace(TINY, chunk=2), replace(TINY, chunk=100), replace(ROWS, chunk=2)], ids=["fine", "two", "unsplit", "rows"]
+)
 def test_a_row_alone_equals_the_row_in_company(shim, config):
     """With a given chunk a row's bits depend on its own keys: not on the bucket, its place in it, the blocks or the other rows."""
     both = make_batch(8, [1, 9, 4], [130, 70, 0], seed=12)
@@ -117,15 +135,16 @@ def test_a_row_alone_equals_the_row_in_company(shim, config):
     check_bitwise(run(part_of(both, 1, first), shim, config), together[first], "root alone")
 
 
-def test_a_chain_equals_decoding_token_by_token(shim):
+@pytest.mark.parametrize("config", [FINE, replace(ROWS, chunk=1)], ids=["fine", "rows"])
+def test_a_chain_equals_decoding_token_by_token(shim, config):
     """A row of a chain has the bits of the same token decoded alone, when those before it are committed."""
     chain = make_batch(8, [6], [125], seed=13, chain=True)
-    together = run(chain, shim, FINE)
+    together = run(chain, shim, config)
     for i in range(6):
         alone = part_of(chain, 0, slice(i, i + 1))
         alone.ctx[:] = 125 + i
         alone.ancestors[:] = 1
-        check_bitwise(run(alone, shim, FINE), together[i : i + 1], f"row {i}")
+        check_bitwise(run(alone, shim, config), together[i : i + 1], f"row {i}")
 
 
 def test_wider_tiles_give_the_same_bits(shim):
@@ -134,7 +153,8 @@ def test_wider_tiles_give_the_same_bits(shim):
 
 
 @pytest.mark.parametrize("fault", ["ancestor dropped", "ancestor added", "page", "length", "rope", "value", "row0"])
-def test_a_fault_shows(shim, fault):
+@pytest.mark.parametrize("config", [TINY, ROWS], ids=["tiny", "rows"])
+def test_a_fault_shows(shim, fault, config):
     batch = make_batch(8, [9], [70], seed=15, bucket=10)
     want = batch.reference()
     if fault == "ancestor dropped":
@@ -152,7 +172,7 @@ def test_a_fault_shows(shim, fault):
         batch.cache[batch.slot[0], :512] = np.roll(batch.cache[batch.slot[0], :512], 1)
     else:
         batch.row0[0] = 1
-    assert not compare(run(batch, shim, TINY), want, TOLERANCE).ok
+    assert not compare(run(batch, shim, config), want, TOLERANCE).ok
 
 
 def part_of(batch: Batch, b: int, rows: slice) -> Batch:
