@@ -197,50 +197,27 @@ __device__ __forceinline__ void put_output(const Params& p, int first, int colum
 }
 
 // ---------------------------------------------------------------- adding partials up
+__device__ __forceinline__ Partial pack_partial(const float (&v)[4]) {
 #if PART_F32
-using Partial = float4;
-__device__ __forceinline__ Partial pack_partial(const float (&v)[4]) { return float4{v[0], v[1], v[2], v[3]}; }
-__device__ __forceinline__ float4 load_partial(const Partial* p) {
-  const uint4 v = ldg128_cg(p);
-  return float4{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-}
+  return float4{v[0], v[1], v[2], v[3]};
 #else
-using Partial = uint2;
-__device__ __forceinline__ Partial pack_partial(const float (&v)[4]) { return uint2{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])}; }
-__device__ __forceinline__ float4 load_partial(const Partial* p) {
-  const float2 v = load_f32x2_cg(reinterpret_cast<const float2*>(p));
-  const uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y);
-  return float4{low_half(a), high_half(a), low_half(b), high_half(b)};
-}
+  return uint2{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
 #endif
-// Column block b, box k, warp: unit b * 32 + k * 8 + warp of 32 * OCTETS. Split `split` of a tile adds up its share of the units.
+}
+// Column block b, box k, warp: unit b * 32 + k * 8 + warp.
 __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t base, int warp, int lane) {
-  const int u0 = 32 * kOctets * it.split / it.splits, u1 = 32 * kOctets * (it.split + 1) / it.splits;
-  if (threadIdx.x == 0) wait_count(p.arrived + it.counter, it.splits);
-  named_barrier(4, 256);
-  if (u0 < u1) {
-    const int b0 = u0 / 32, width = 8 * ((u1 - 1) / 32 - b0 + 1);      // columns of the share
-    weigh_splits(p, it, base, 8 * b0, width, warp, lane);
-    for (int u = u0 + warp; u < u1; u += 8) {
-      const Partial* from = reinterpret_cast<const Partial*>(p.part) + ((size_t)it.slot * 32 * kOctets + u) * 32 + lane;
-      const size_t step = (size_t)it.stride * 32 * kOctets * 32;
-      const smem_t weights = base + (8 * (u / 32 - b0) + 2 * (lane & 3)) * 4;
-      float4 sum{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-      for (int i = 0; i < it.splits; ++i) {
-        const float4 v = load_partial(from + i * step);
-        const float2 f = lds_f32x2(weights + i * width * 4);
-        sum.x = fmaf(f.x, v.x, sum.x);
-        sum.y = fmaf(f.y, v.y, sum.y);
-        sum.z = fmaf(f.x, v.z, sum.z);
-        sum.w = fmaf(f.y, v.w, sum.w);
-      }
-      const int wide = u % 8;
-      put_output(p, it.first, it.columns, u / 32, (wide >> 2) * 256 + (u / 8 % 4) * 64 + (wide & 3) * 16 + (lane >> 2), sum, lane);
-    }
-  }
-  named_barrier(4, 256);
-  if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;  // the last to leave
+  auto add = [&](float4& sum, const float4& v, smem_t weight) {
+    const float x = lds_f32(weight + (lane & 3) * 16), y = lds_f32(weight + (lane & 3) * 16 + 8);
+    sum.x = fmaf(x, v.x, sum.x);
+    sum.y = fmaf(y, v.y, sum.y);
+    sum.z = fmaf(x, v.z, sum.z);
+    sum.w = fmaf(y, v.w, sum.w);
+  };
+  auto put = [&](int u, const float4& sum) {
+    const int wide = u % 8, d = (wide >> 2) * 256 + (u / 8 % 4) * 64 + (wide & 3) * 16 + (lane >> 2);
+    put_output(p, it.first, it.columns, u / 32, d, sum, lane);
+  };
+  combine_splits(p, it, base, warp, lane, 8, [](int u) { return u / 32 * 8; }, add, put);
 }
 
 // ---------------------------------------------------------------- softmax and the walk over items
@@ -250,6 +227,7 @@ struct Walker {
   int group, w, g, q, lane;
   uint32_t tile;               // tiles walked, over all items: phases of `ready` and `taken`
   int which;                   // copy of the maxima that holds
+  float scale;                 // held: the first look at it waited behind the first copies, 2 us
   float o[4][kOctets][4], s[kOctets][4];
 
   __device__ __forceinline__ smem_t tail(int at) const { return base + kTailAt + at; }
@@ -303,8 +281,8 @@ struct Walker {
         x = fmaxf(x, r.x);
         y = fmaxf(y, r.y);
       }
-      x *= p.scale_log2;
-      y *= p.scale_log2;
+      x *= scale;
+      y *= scale;
       x = x > old.x + kSlack ? x : old.x;
       y = y > old.y + kSlack ? y : old.y;
       if (w == 0 && g == 0) sts_f32x2(maximum(which ^ 1, c), x, y);
@@ -319,8 +297,8 @@ struct Walker {
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
       const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
-      passed |= fmaxf(s[b][0], s[b][2]) * p.scale_log2 > m.x + kSlack;
-      passed |= fmaxf(s[b][1], s[b][3]) * p.scale_log2 > m.y + kSlack;
+      passed |= fmaxf(s[b][0], s[b][2]) * scale > m.x + kSlack;
+      passed |= fmaxf(s[b][1], s[b][3]) * scale > m.y + kSlack;
     }
     const bool moved = named_any(1 + group, 128, passed);
     if (tile) bar_wait(tail(kTaken), (tile - 1) & 1);      // everybody has read the last tile's P
@@ -329,11 +307,11 @@ struct Walker {
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
       const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
-      const float p0 = exp2_fast(fmaf(s[b][0], p.scale_log2, -m.x)), p1 = exp2_fast(fmaf(s[b][1], p.scale_log2, -m.y));
-      const float p2 = exp2_fast(fmaf(s[b][2], p.scale_log2, -m.x)), p3 = exp2_fast(fmaf(s[b][3], p.scale_log2, -m.y));
+      const float p0 = exp2_fast(fmaf(s[b][0], scale, -m.x)), p1 = exp2_fast(fmaf(s[b][1], scale, -m.y));
+      const float p2 = exp2_fast(fmaf(s[b][2], scale, -m.x)), p3 = exp2_fast(fmaf(s[b][3], scale, -m.y));
       put_weights(base + kPAt, b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
     }
-    fence_async_proxy();
+    fence_async_shared();
     __syncwarp();
     if (lane == 0) bar_arrive(tail(kReady));
   }
@@ -409,11 +387,13 @@ struct Walker {
       for (int b = 0; b < kOctets; ++b)
 #pragma unroll
         for (int k = 0; k < 4; ++k) to[(b * 32 + k * 8 + warp) * 32] = pack_partial(o[k][b]);
-      __threadfence();
     }
     named_barrier(3, kHearers);                            // sums are there, maxima are fresh
     if (split) {
-      if (threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
+      if (threadIdx.x == 0) {                              // for all: the barrier is behind their stores
+        __threadfence();
+        add_release(p.arrived + it.counter, 1);
+      }
       return;
     }
     const int first = it.first, columns = it.columns;
@@ -461,7 +441,6 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
       sts_f32(base + kPAt + c * 4, 1.f / sum);
       sts_f32(tail + kMax + c * 4, kNever);
     }
-    __threadfence();
     named_barrier(3, kHearers);
   }
 }
@@ -492,6 +471,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   }
 #endif
   if (threadIdx.x < kN) sts_f32(tail + kMax + threadIdx.x * 4, kNever);
+  const float scale = held(p.scale_log2);
   __syncthreads();
   pdl_wait();
   pdl_trigger();
@@ -508,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   }
   more_registers<USE_WGMMA>();
   {
-    Walker walker{p, base, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0};
+    Walker walker{p, base, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0, scale};
     Cursor at{0, 0};
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
       const Item& it = p.items[i];                         // read again where it is needed: registers are scarce

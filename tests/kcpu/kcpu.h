@@ -328,6 +328,15 @@ inline T shuffle(T value, Source source) {
   return result;
 }
 
+inline bool __any_sync(unsigned /*mask*/, bool value) {
+  int mine = value, any = 0;
+  kcpu::warp_collective(&mine, sizeof mine, &any, sizeof any, [](kcpu::Warp& warp) {
+    int said = 0;
+    for (int i = 0; i < 32; i++) said |= *(int*)warp.in[i];
+    for (int i = 0; i < 32; i++) memcpy(warp.out[i], &said, sizeof said);
+  });
+  return any;
+}
 template <class T>
 inline T __shfl_sync(unsigned /*mask*/, T value, int from) {
   struct Lane { T value; int from; };         // every lane may name another source

@@ -20,41 +20,134 @@ struct Cursor {  // the ring's slot of a tile's first box
 };
 
 #if USE_WGMMA
-// One thread asks for the copies of all items of this block.
+// One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
+// are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
 __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
   const smem_t tail = base + kTailAt;
-  if (threadIdx.x != 256) return;
+  const int lane = threadIdx.x & 31, column = lane ? (lane - 1) * 64 : kValue;
   const uint64_t once = policy_evict_first(), again = policy_evict_normal();
+  const int pieces = kTile / p.box_keys, batch = 32 / pieces;     // copies a box: 1, 2 or 4; tiles a look-up
   Cursor at{0, 1};
   uint32_t q_phase = 1;
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     const Item it = p.items[i];
     if (!it.tiles) continue;
     const uint64_t policy = it.stride > 1 ? again : once;
+    auto look_up = [&](int tile) { return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys); };
+    int rows = 0, next = look_up(0);
     bar_wait(tail + kQFree, q_phase);
     q_phase ^= 1;
-    for (int j = 0; j < it.tiles; ++j) {
-      const int position = (it.tile0 + j) * kTile;
-      int rows[4];
-      const int pieces = kTile / p.box_keys;              // 1, 2 or 4
+    for (int j = 0; j < it.tiles; ++j, at = at.plus(kBoxes)) {
+      const int turn = j % batch;
+      if (!turn) {
+        rows = next;
+        next = j + batch < it.tiles ? look_up(j + batch) : 0;
+      }
+      int from[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) rows[k] = k < pieces ? slot_of(p, it.seq, position + k * p.box_keys) : 0;
-#pragma unroll 1
-      for (int x = 0; x < kBoxes; ++x) {
-        const smem_t full = tail + kFull + 8 * at.slot, box = base + at.slot * kBox;
-        const int column = x ? (x - 1) * 64 : kValue;
-        bar_wait(tail + kEmpty + 8 * at.slot, at.phase);
+      for (int k = 0; k < 4; ++k) from[k] = __shfl_sync(0xffffffffu, rows, (turn * pieces + k) & 31);
+      const Cursor own = at.plus(lane < kBoxes ? lane : 0);
+      const smem_t full = tail + kFull + 8 * own.slot, box = base + own.slot * kBox;
+      bool due = lane < kBoxes;
+      while (__any_sync(0xffffffffu, due)) {
+        if (!due || !bar_test(tail + kEmpty + 8 * own.slot, own.phase)) continue;
+        due = false;
         bar_expect(full, kBox + (j ? 0 : kQBox));
-        if (!j) tensor_copy(base + kQAt + x * kQBox, queries, full, column, it.first, again);
+        if (!j) tensor_copy(base + kQAt + lane * kQBox, queries, full, column, it.first, again);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, rows[k], policy);
-        at = at.plus(1);
+          if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
       }
     }
   }
 }
 #endif
+
+// ---------------------------------------------------------------- adding partials up
+// Four numbers of a column or row of O, as partials hold them: 128 of them in a row are a unit.
+#if PART_F32
+using Partial = float4;
+__device__ __forceinline__ float4 lds_partial(smem_t a) {
+  const uint4 v = lds128(a);
+  return float4{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+}
+#else
+using Partial = uint2;
+__device__ __forceinline__ float4 lds_partial(smem_t a) {
+  const uint2 v = lds64(a);
+  return float4{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y)};
+}
+#endif
+constexpr int kUnits = 4 * kN, kUnitBytes = 32 * (int)sizeof(Partial);
+
+// Split `split` of a tile adds up its share of the tile's units, in the order of the keys, once all splits have arrived. Warps 0-7.
+// The share comes through the ring, which nobody needs any more, all splits at once: loads that wait for each other took 2 to 5 us.
+// Columns of unit u: from column_of(u) on. add(sum, part, weight_at) adds a split's part, where weight_at is column 0's (weight, sum)
+// pair of that split; put(u, sum) stores.
+template <class ColumnOf, class Add, class Put>
+__device__ __forceinline__ void combine_splits(const Params& p, const Item& it, smem_t base, int warp, int lane, int columns_each, ColumnOf column_of, Add add, Put put) {
+  const int u0 = kUnits * it.split / it.splits, u1 = kUnits * (it.split + 1) / it.splits, units = u1 - u0;
+  if (threadIdx.x == 0) wait_count(p.arrived + it.counter, it.splits);
+  named_barrier(4, 256);
+  if (units) {
+    const int c0 = column_of(u0) & ~1, width = (column_of(u1 - 1) + columns_each - c0 + 1) & ~1;  // pairs of columns: 16 bytes
+    const smem_t room = base + (it.splits * width * 8 + 127 & ~127);
+    const int fit = (kPAt - (int)(room - base)) / (units * kUnitBytes);    // splits; at least one: 2 KB a unit of two splits' tiles
+    const uint8_t* stats = reinterpret_cast<const uint8_t*>(p.stats) + ((size_t)it.slot * kN + c0) * 8;
+    const uint8_t* part = reinterpret_cast<const uint8_t*>(p.part) + ((size_t)it.slot * kUnits + u0) * kUnitBytes;
+    auto fetch = [&](smem_t to, const uint8_t* from, size_t step, int bytes, int n) {
+      for (int i = warp; i < n; i += 8)
+        for (int x = 16 * lane; x < bytes; x += 512) cp_async16(to + i * bytes + x, from + i * step + x);
+    };
+    const size_t step = (size_t)it.stride * kUnits * kUnitBytes;
+    int n = least(it.splits, fit);
+    fetch(base, stats, (size_t)it.stride * kN * 8, 8 * width, it.splits);
+    fetch(room, part, step, units * kUnitBytes, n);
+    cp_async_wait();
+    named_barrier(4, 256);
+    for (int c = warp; c < width; c += 8) {                                // maxima become weights
+      float high = kNever, sum = 0.f;
+      for (int i = lane; i < it.splits; i += 32) high = fmaxf(high, lds_f32(base + (i * width + c) * 8));
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, d));
+      for (int i = lane; i < it.splits; i += 32) {
+        const float2 v = lds_f32x2(base + (i * width + c) * 8);
+        sum += exp2_fast(v.x - high) * v.y;
+      }
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+      for (int i = lane; i < it.splits; i += 32) sts_f32(base + (i * width + c) * 8, exp2_fast(lds_f32(base + (i * width + c) * 8) - high) * (1.f / sum));
+    }
+    constexpr int kHeld = 4;                                               // sums of a warp at a time
+    for (int v0 = 0; v0 < units; v0 += 8 * kHeld) {
+      float4 sum[kHeld];
+#pragma unroll
+      for (int x = 0; x < kHeld; ++x) sum[x] = float4{0.f, 0.f, 0.f, 0.f};
+      for (int first = 0; first < it.splits; first += fit) {
+        if (fit < it.splits && v0 + first) {                               // what does not fit comes piece by piece
+          named_barrier(4, 256);
+          n = least(it.splits - first, fit);
+          fetch(room, part + first * step, step, units * kUnitBytes, n);
+          cp_async_wait();
+        }
+        named_barrier(4, 256);
+#pragma unroll
+        for (int x = 0; x < kHeld; ++x) {
+          const int v = v0 + warp + 8 * x;
+          if (v >= units) break;
+          const smem_t weights = base + (first * width + column_of(u0 + v) - c0) * 8;
+#pragma unroll 4
+          for (int i = 0; i < n; ++i) add(sum[x], lds_partial(room + (i * units + v) * kUnitBytes + lane * (int)sizeof(Partial)), weights + i * width * 8);
+        }
+      }
+#pragma unroll
+      for (int x = 0; x < kHeld; ++x)
+        if (v0 + warp + 8 * x < units) put(u0 + v0 + warp + 8 * x, sum[x]);
+    }
+  }
+  named_barrier(4, 256);
+  if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;  // the last to leave
+}
 
 // Weights of the splits of a tile for `width` of its columns from c0 on, at base + (split * width + column) * 4. Warps 0-7 call it.
 __device__ __forceinline__ void weigh_splits(const Params& p, const Item& it, smem_t base, int c0, int width, int warp, int lane) {
@@ -78,17 +171,24 @@ __device__ __forceinline__ void weigh_splits(const Params& p, const Item& it, sm
 // Non-finite values of the step's own positions become 0, so that a weight of 0 removes them: a key that a row does see has
 // given it a NaN weight already. This group's four boxes, keys from `from` on.
 __device__ __forceinline__ void scrub(smem_t base, const Cursor& at, int group, int from) {
-  const int t = threadIdx.x & 127, piece = t & 7;
+  const int t = threadIdx.x & 127, piece = t & 7, first = t >> 3;
+  auto suspect = [](const uint4& v) {                       // an exponent of ones carries into the sign's place
+    auto carry = [](uint32_t x) { return (x & 0x7f807f80u) + 0x00800080u; };
+    return (carry(v.x) | carry(v.y) | carry(v.z) | carry(v.w)) & 0x80008000u;
+  };
+  auto clean = [](uint32_t x) { return ((x & 0x7f80u) == 0x7f80u ? 0u : x & 0xffffu) | ((x & 0x7f800000u) == 0x7f800000u ? 0u : x & 0xffff0000u); };
+#pragma unroll 1
   for (int k = 0; k < 4; ++k) {
     const smem_t box = base + at.plus(1 + group * 4 + k).slot * kBox;
-    for (int key = t >> 3; key < kTile; key += 16) {
-      if (key < from) continue;
-      uint4 v = lds128(box + in_box(key, piece));
-      auto clean = [](uint32_t x) { return ((x & 0x7f80u) == 0x7f80u ? 0u : x & 0xffffu) | ((x & 0x7f800000u) == 0x7f800000u ? 0u : x & 0xffff0000u); };
-      const uint4 c = make_uint4(clean(v.x), clean(v.y), clean(v.z), clean(v.w));
-      if ((c.x ^ v.x) | (c.y ^ v.y) | (c.z ^ v.z) | (c.w ^ v.w)) sts128(box + in_box(key, piece), c);
-    }
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = lds128(box + in_box(first + 16 * i, piece));
+    if (!(suspect(v[0]) | suspect(v[1]) | suspect(v[2]) | suspect(v[3]))) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (first + 16 * i >= from && suspect(v[i]))
+        sts128(box + in_box(first + 16 * i, piece), make_uint4(clean(v[i].x), clean(v[i].y), clean(v[i].z), clean(v[i].w)));
   }
-  fence_async_proxy();
+  fence_async_shared();
   named_barrier(1 + group, 128);
 }
