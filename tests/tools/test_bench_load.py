@@ -1,0 +1,40 @@
+"""The loading benchmark's checkpoint: one that the loader accepts, at a size that a test can write; and its comparison."""
+
+from __future__ import annotations
+
+import pytest
+
+from model import kimi_k26
+from model.weights import Checkpoint
+from runtime.kernels_cu.backend import CudaBackend
+from tests.shim_device import Shim, ShimDevice
+from tools import bench_load
+
+SMALL = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "intermediate_size": 256,
+    "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("load") / "k26"
+    bench_load.write_checkpoint(path, 2, 512, **SMALL)
+    return path
+
+
+def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path):
+    with Checkpoint.open(folder) as ckpt:
+        config = kimi_k26.Config.from_json(ckpt.config)
+        backend = CudaBackend(ShimDevice(Shim(tmp_path)))
+        weights = kimi_k26.load(ckpt, config, backend, 1, 2, 64)
+        assert list(bench_load.differences(backend, weights, ckpt, config, 2, 1)) == []
+        wrong = list(bench_load.differences(backend, weights, ckpt, config, 2, 0))
+        assert "model.layers.1.mlp.experts.0.w2" in wrong and "model.layers.0.o" in wrong
+    assert bench_load.copy_rate(backend.device) > 0
+
+
+def test_without_a_gpu_nothing_is_claimed(folder, monkeypatch):
+    monkeypatch.setattr(bench_load, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        bench_load.main(["--folder", str(folder)])

@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Streams a checkpoint of Kimi K2.6's layer shapes to a GPU and compares the rate with that of plain copies of pinned memory.
+
+    python tools/bench_load.py --folder /tmp/k26                              # writes 11 GB there first, unless they are there
+    python tools/bench_load.py --folder /tmp/k26 --tp 8 --rank 3              # one rank's slices
+    python tools/bench_load.py --folder /tmp/k26 --json tools/results/load_h200.jsonl
+
+The checkpoint holds one dense and --layers - 1 expert layers and a short vocabulary, its words random, its scales small. It has
+just been written, so that reads come from the page cache: what is measured is the runtime, not a disk. Timed is
+`kimi_k26.load` until the device has everything, apart from making the ring of pinned buffers, which is stated beside it. Some
+experts and matrices are then compared with what the host packs, bit for bit. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from model import kimi_k26
+from model.pack_w4 import w4_from_experts, w4_from_gate_up
+from model.shards import INDEX, ITEM_BYTES
+from model.weights import Checkpoint
+from tools.bench_moe import has_gpu, provenance
+
+VOCAB = 16384
+BLOCK_BYTES = 64 << 20
+COPIES, COPY_BYTES = 8, 128 << 20
+CHECKED_EXPERTS = (0, 1, 200, 383)
+
+
+def write_checkpoint(folder: Path, layers: int, vocab: int = VOCAB, **changes: Any) -> None:
+    """A checkpoint of Kimi K2.6's shapes, one shard a layer, in the order of `kimi_k26.tensors`. changes: keys of text_config."""
+    config = json.loads((ROOT / "model/configs/kimi-k26.json").read_text(encoding="utf-8"))
+    config = copy.deepcopy(config)
+    config["text_config"] |= {"num_hidden_layers": layers, "vocab_size": vocab} | changes
+    spec = kimi_k26.tensors(kimi_k26.Config.from_json(config))
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(7)
+    words = rng.integers(0, 256, BLOCK_BYTES, np.uint8)
+    # bf16 numbers of 2^-9 to 2^-8, either sign: scales and weights alike
+    sign = rng.integers(0, 2, BLOCK_BYTES // 2, np.uint16) << np.uint16(15)
+    small = rng.integers(0, 0x80, BLOCK_BYTES // 2, np.uint16) | np.uint16(0x3B00) | sign
+    home: dict[str, str] = {}
+    for shard in range(layers + 1):
+        layer, file = f"model.layers.{shard}.", f"model-{shard + 1:05d}-of-{layers + 1:06d}.safetensors"
+        mine = {n: s for n, s in spec.items() if (n.startswith(layer) if shard < layers else not n.startswith("model.layers."))}
+        _write_shard(folder / file, mine, {"i32": words, "bf16": small.view(np.uint8)})
+        home |= {f"language_model.{name}": file for name in mine}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": home}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")  # last: a folder with one is whole
+
+
+def _write_shard(path: Path, spec: kimi_k26.Spec, blocks: dict[str, np.ndarray]) -> None:
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (shape, dtype) in spec.items():
+        size = int(np.prod(shape)) * ITEM_BYTES[dtype]
+        header[f"language_model.{name}"] = {"dtype": dtype.upper(), "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for i, (name, (shape, dtype)) in enumerate(spec.items()):
+            if name.endswith("weight_shape"):
+                n, words = spec[name.replace("weight_shape", "weight_packed")][0]
+                file.write(np.array([n, 8 * words], np.int32).tobytes())
+                continue
+            left = int(np.prod(shape)) * ITEM_BYTES[dtype]
+            if dtype == "f32":
+                file.write(bytes(left))
+                continue
+            block, start = blocks[dtype], 4096 * i % (BLOCK_BYTES // 2)
+            while left:
+                piece = block[start : start + left]
+                file.write(piece.data)
+                left, start = left - piece.nbytes, 0
+
+
+def copy_rate(device: Any) -> float:
+    """Bytes a second of copies from pinned memory, COPIES of COPY_BYTES in a row, the best of three."""
+    link = device.link()
+    host, to = link.pinned(COPY_BYTES), device.alloc(COPY_BYTES)
+    link.begin()
+    best = 0.0
+    for _ in range(4):  # the first warms up
+        start = time.perf_counter()
+        for _ in range(COPIES):
+            link.send(host, to)
+        link.mark(0)
+        link.wait(0)
+        best = max(best, COPIES * COPY_BYTES / (time.perf_counter() - start))
+    link.close()
+    device.free(to)
+    return best
+
+
+def differences(backend: Any, there: kimi_k26.Weights, ckpt: Checkpoint, c: kimi_k26.Config, tp: int, rank: int) -> Iterator[str]:
+    """Names of what lies on the device otherwise than the host would have packed it, among a sample."""
+
+    def cut(size: int) -> slice:
+        return slice(rank * size // tp, (rank + 1) * size // tp)
+
+    for i, layer in enumerate(there.layers):
+        p = f"model.layers.{i}."
+        wanted = [
+            ("o", layer.o, ckpt.get(f"{p}self_attn.o_proj.weight", None, cut(c.heads * c.value))),
+            ("q_b", layer.q_b, ckpt.get(f"{p}self_attn.q_b_proj.weight", cut(c.heads * (c.nope + c.rope_dim)))),
+        ]
+        for name, have, want in wanted:
+            if backend.host(have).tobytes() != want.tobytes():
+                yield f"{p}{name}"
+        if not isinstance(layer.mlp, kimi_k26.Moe):
+            continue
+        for e in [e for e in CHECKED_EXPERTS if e < c.experts]:
+            q, width = f"{p}mlp.experts.{e}.", cut(c.expert_width)
+            gate, up = (ckpt.get_w4(f"{q}{kind}_proj", width) for kind in ("gate", "up"))
+            w13, w2 = w4_from_gate_up([gate], [up]), w4_from_experts([ckpt.get_w4(f"{q}down_proj", None, width)])
+            for name, have, want in (("w13", layer.mlp.w13, w13), ("w2", layer.mlp.w2, w2)):
+                data = np.empty(want.data.shape, np.uint8)
+                backend.device.download(have.address + e * want.expert_bytes, data)
+                if data.tobytes() != want.data.tobytes() or have.exponent != want.exponent:
+                    yield f"{q}{name}"
+
+
+def measure(options: argparse.Namespace) -> None:
+    from runtime.kernels_cu import repack_w4
+    from runtime.kernels_cu.backend import CudaBackend
+    from runtime.kernels_cu.device import CupyDevice
+
+    device = CupyDevice()
+    device.functions(repack_w4.SOURCE, {}, repack_w4.ENTRIES)  # compiled before the clock starts
+    rate = copy_rate(device)
+    with Checkpoint.open(options.folder) as ckpt:
+        config = kimi_k26.Config.from_json(ckpt.config)
+        backend = CudaBackend(device)
+        start = time.perf_counter()
+        backend.param(ckpt.source("model.norm.weight"))  # the first source makes the ring
+        ring_s, before = time.perf_counter() - start, backend.weight_bytes
+        start = time.perf_counter()
+        weights = kimi_k26.load(ckpt, config, backend, options.rank, options.tp, 4096, lambda what: print(f"  {what}", flush=True))
+        backend.settle()
+        device.synchronize()
+        seconds, nbytes = time.perf_counter() - start, backend.weight_bytes - before
+        wrong = list(differences(backend, weights, ckpt, config, options.tp, options.rank))
+    share = nbytes / seconds / rate
+    print(
+        f"{nbytes / 1e9:.2f} GB in {seconds:.3f} s = {nbytes / seconds / 1e9:.1f} GB/s, {share:.2f} of the {rate / 1e9:.1f} GB/s of plain "
+        f"copies; ring of pinned buffers {ring_s:.2f} s; sampled weights {'differ: ' + ', '.join(wrong) if wrong else 'equal, bit for bit'}"
+    )
+    if wrong:
+        raise SystemExit(1)
+    if options.json:
+        record = {
+            "schema": 1, "layers": config.layers, "tp": options.tp, "rank": options.rank, "gb": round(nbytes / 1e9, 3),
+            "s": round(seconds, 4), "gb_s": round(nbytes / seconds / 1e9, 2), "copy_gb_s": round(rate / 1e9, 2),
+            "share": round(share, 4), "ring_s": round(ring_s, 3), **provenance(options.commit),
+        }  # fmt: skip
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        with options.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint lies; it is written if config.json is not there")
+    parser.add_argument("--layers", type=int, default=2, help="layers of a checkpoint to write, 1 dense and the rest experts (default 2)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the model (default 1)")
+    parser.add_argument("--rank", type=int, default=0, help="whose slices are loaded (default 0)")
+    parser.add_argument("--json", type=Path, help="append a record")
+    parser.add_argument("--commit", default="", help="recorded where git is not at hand")
+    options = parser.parse_args(arguments)
+    if not (options.folder / "config.json").is_file():
+        start = time.perf_counter()
+        write_checkpoint(options.folder, options.layers)
+        print(f"wrote {options.folder} in {time.perf_counter() - start:.1f} s")
+    if not has_gpu():
+        raise SystemExit("no CUDA device here: nothing was measured")
+    measure(options)
+
+
+if __name__ == "__main__":
+    main()
