@@ -57,6 +57,7 @@ def openapi(version: str) -> dict[str, Any]:
         paths[path] = {"get": _operation(path, text)}
     named = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths["/v1/models/{model_id}"]["get"]["parameters"] = [named]
+    paths["/v1/models/{model_id}"]["get"]["responses"]["404"] = _refusal(_REFUSALS["404"])
     return {
         "openapi": "3.1.0",
         "info": {"title": "Threshold", "version": version or "0", "description": "null and absent mean the same in every request."},
