@@ -19,6 +19,7 @@ from runtime.cuda_worker import CudaWorker
 from runtime.graph.driver import CudaDriver, Driver
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.plan import PlanLayout
+from runtime.shared_comm import SharedComm
 from runtime.worker import Limits
 
 LOG = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ def choose_backend(wanted: str, dtype: str = "auto", tp: int = 1) -> Choice:
 def _obstacle(dtype: str, tp: int) -> str:
     if dtype == "float32":
         return "dtype is float32, and kernels store bfloat16"
-    return f"tensor_parallel_size is {tp}, and a GPU rank has no peers yet" if tp > 1 else ""
+    count = gpu_count()
+    return f"tensor_parallel_size is {tp}, and CuPy sees {count} GPU(s)" if tp > max(count, 1) else ""
 
 
 def find_gpu() -> tuple[bool, str]:
@@ -79,6 +81,18 @@ def find_gpu() -> tuple[bool, str]:
     return True, f"CuPy sees {name}" + (f" and {count - 1} more" if count > 1 else "")
 
 
+def gpu_count() -> int:
+    """GPUs that CuPy sees."""
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
 def device_name() -> str:
     """The first GPU's short name, as records and stored curves have it."""
     from runtime.kernels_cu.device import gpu_name
@@ -86,11 +100,21 @@ def device_name() -> str:
     return gpu_name()
 
 
-def open_driver(eager: bool) -> Driver:
-    """The first GPU."""
+def open_driver(eager: bool, index: int = 0) -> CudaDriver:
+    """The GPU of that number."""
     from runtime.kernels_cu.device import CupyDevice
 
-    return CudaDriver(CupyDevice(0), eager)
+    return CudaDriver(CupyDevice(index), eager)
+
+
+def join_peers(driver: CudaDriver, backend: CudaBackend, host: SharedComm, hidden: int) -> Any:
+    """The collectives of this rank's GPU with those of the other ranks, which call this too."""
+    from runtime.kernels_cu.peers_cuda import open_peers
+
+    comm = open_peers(backend, host, hidden)
+    driver.peers = lambda: host.lost() or comm.failure()
+    LOG.info("rank %d: sums by one shot to %d rows, by two to %d, by NCCL above", host.rank, comm.thresholds.one, comm.thresholds.two)
+    return comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +140,17 @@ class Parts:
 
 
 def load_parts(
-    source: Any, backend: CudaBackend, limits: Limits, speculative: SpeculativeConfig, progress: Callable[[str], None] = lambda _: None
+    source: Any,
+    backend: CudaBackend,
+    limits: Limits,
+    speculative: SpeculativeConfig,
+    progress: Callable[[str], None] = lambda _: None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Parts:
-    """Uploads the weights of a `runtime.loading.Source`."""
+    """Uploads a rank's share of the weights of a `runtime.loading.Source`."""
     reach = limits.max_positions + limits.max_rows  # draft nodes and block slots may lie past the context
-    weights = kimi_k26.load(source.checkpoint, source.target, backend, 0, 1, reach, progress)
+    weights = kimi_k26.load(source.checkpoint, source.target, backend, rank, world, reach, progress)
     drafter_weights = None
     if source.drafter and source.drafter_checkpoint:
         factor = speculative.draft_rope_attention_factor
@@ -138,10 +168,12 @@ def make_cuda_worker(
     layout: PlanLayout,
     config: EngineConfig,
     token_bytes: int,
+    agree: Callable[[int], int] = lambda pages: pages,
 ) -> CudaWorker:
     """Records everything over as many pages as config.num_pages says, or as fit; captures unless the config says eager.
 
-    limits: num_pages is an upper bound if config.num_pages is None. token_bytes: of the cache, for each slot.
+    limits: num_pages is an upper bound if config.num_pages is None. token_bytes: of the cache, for each slot. agree: the pages that
+    every rank has, from this rank's.
     """
     sizes = [size for size in config.buckets if size < limits.max_rows] or None
 
@@ -156,7 +188,7 @@ def make_cuda_worker(
         rehearsed.close()
         for address in caches:
             driver.device.free(address)
-        pages = min(pages, pages_that_fit(driver, config.gpu_memory_utilization, token_bytes * limits.page_size))
+        pages = agree(min(pages, pages_that_fit(driver, config.gpu_memory_utilization, token_bytes * limits.page_size)))
     worker, _ = record(pages, seal=True)
     if not config.enforce_eager:
         worker.capture()

@@ -22,17 +22,18 @@ from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
 from runtime.comm import Comm, SoloComm
 from runtime.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
-from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, load_parts, make_cuda_worker, open_driver
+from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, load_parts, make_cuda_worker, open_driver
 from runtime.cuda_worker import CudaWorker
 from runtime.env import load_env
 from runtime.executor import Executor
 from runtime.graph.buckets import fit_sizes
-from runtime.graph.driver import Driver
+from runtime.graph.driver import CudaDriver
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_np import NumpyBackend
 from runtime.kernels_np.rows import ROW_TILE
 from runtime.plan import DraftLayout, PlanLayout
 from runtime.processes import Meeting, ProcessRanks
+from runtime.shared_comm import SharedComm
 from runtime.spawn import RankJob, SpawnedPeers
 from runtime.types import SamplingParams
 from runtime.worker import Limits, Worker
@@ -40,6 +41,7 @@ from runtime.worker import Limits, Worker
 DEMO = Path(__file__).parent.parent / "model" / "demo"
 CACHE_BYTES = 1 << 30  # host memory for cache pages unless num_pages says otherwise
 HOST_BATCHED_TOKENS = 512  # attention scores of a chunk take 512 x 4096 x 8 heads x 4 B = 67 MB here
+SPIN_S = 0.05  # a GPU's rank spins for its next plan that long before it yields: steps take less
 DRAFT_TOP_K = 16  # deeper ranks do not enter trees of 64 nodes (speculation: ports cap at 8 to 16 without visible loss)
 DTYPES = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 
@@ -137,36 +139,61 @@ def make_executor(
     progress: Callable[[str], None] = lambda _: None,
     backend: str = "numpy",
 ) -> Executor:
-    """Loads the weights once per rank and returns what runs plans: this thread, or it and `tp` - 1 processes; one GPU."""
+    """Loads the weights once per rank and returns what runs plans: this process, or it and `tp` - 1 others."""
     source.target.check_tp(tp)
-    if backend == "cuda":
-        return make_gpu_executor(source, config, speculative, progress)
-    limits = limits_of(source, config, speculative)
     if tp == 1:
-        return make_worker(source, limits, speculative, activations, SoloComm(), progress)
-    jobs = [rank_job(source, config, speculative, activations, rank, tp) for rank in range(1, tp)]
-    make_own = partial(make_worker, source, limits, speculative, activations, progress=progress)
-    return ProcessRanks(meeting_of(config, limits, tp), SpawnedPeers(jobs), make_own)
+        return make_rank(source, config, speculative, activations, backend, None, progress)
+    jobs = [rank_job(source, config, speculative, activations, backend, rank, tp) for rank in range(1, tp)]
+    make_own = partial(make_rank, source, config, speculative, activations, backend, progress=progress)
+    return ProcessRanks(meeting_of(source, config, speculative, backend, tp), SpawnedPeers(jobs), make_own)
+
+
+def make_rank(
+    source: Source,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    activations: str,
+    backend: str,
+    host: SharedComm | None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Executor:
+    """One rank, loaded: on the CPU or the GPU of its number. host: how it reaches the others; None: it is the only one."""
+    if backend == "cuda":
+        return make_gpu_executor(source, config, speculative, progress, host=host)
+    return make_worker(source, limits_of(source, config, speculative), speculative, activations, host or SoloComm(), progress)
 
 
 def make_gpu_executor(
-    source: Source, config: EngineConfig, speculative: SpeculativeConfig, progress: Callable[[str], None], driver: Driver | None = None
+    source: Source,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    progress: Callable[[str], None],
+    driver: CudaDriver | None = None,
+    host: SharedComm | None = None,
 ) -> CudaWorker:
-    """One rank on a GPU (driver; None: the first one)."""
-    driver = driver or open_driver(config.enforce_eager)
+    """One rank on a GPU (driver; None: the one of its number)."""
+    rank, world = (host.rank, host.world) if host else (0, 1)
+    driver = driver or open_driver(config.enforce_eager, rank)
     backend = CudaBackend(driver.device, config.batch_invariant)
-    length = config.max_model_len or source.target.max_positions
-    limits = limits_of(source, config.replace(num_pages=config.num_pages or most_pages(config, length)), speculative)
-    parts = load_parts(source, backend, limits, speculative, progress)
-    layout = plan_layout(config, limits)
-    return make_cuda_worker(parts, driver, backend, SoloComm(), limits, layout, config, bytes_per_token(source, 2))
+    comm = join_peers(driver, backend, host, source.target.hidden) if host else SoloComm()
+    limits = limits_of(source, _with_pages(source, config), speculative)
+    parts = load_parts(source, backend, limits, speculative, progress, rank, world)
+    layout, least = plan_layout(config, limits), host.least if host else int
+    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, bytes_per_token(source, 2), least)
 
 
-def rank_job(source: Source, config: EngineConfig, speculative: SpeculativeConfig, activations: str, rank: int, world: int) -> RankJob:
+def _with_pages(source: Source, config: EngineConfig) -> EngineConfig:
+    """The config with an upper bound for its pages where their number is open."""
+    return config.replace(num_pages=config.num_pages or most_pages(config, config.max_model_len or source.target.max_positions))
+
+
+def rank_job(
+    source: Source, config: EngineConfig, speculative: SpeculativeConfig, activations: str, backend: str, rank: int, world: int
+) -> RankJob:
     """What a rank beside this process has to load."""
     drafter = str(source.drafter_path.resolve()) if source.drafter_path else None
     found = dataclasses.replace(speculative, model=drafter)
-    return RankJob(rank, world, os.getpid(), str(source.path.resolve()), activations, config, found)
+    return RankJob(rank, world, os.getpid(), str(source.path.resolve()), backend, activations, config, found)
 
 
 def limits_of(source: Source, config: EngineConfig, speculative: SpeculativeConfig) -> Limits:
@@ -201,10 +228,11 @@ def make_worker(
     return Worker(backend, comm, model, limits)
 
 
-def meeting_of(config: EngineConfig, limits: Limits, world: int) -> Meeting:
+def meeting_of(source: Source, config: EngineConfig, speculative: SpeculativeConfig, backend: str, world: int) -> Meeting:
     """Where `world` ranks of this engine meet."""
-    plan = plan_layout(config, limits)
-    return Meeting(world, plan, DraftLayout(plan.max_seqs, plan.max_pages, plan.max_rows), config.step_deadline_s)
+    plan = plan_layout(config, limits_of(source, _with_pages(source, config), speculative))
+    draft = DraftLayout(plan.max_seqs, plan.max_pages, plan.max_rows)
+    return Meeting(world, plan, draft, config.step_deadline_s, SPIN_S if backend == "cuda" else 0.0)
 
 
 def plan_layout(config: EngineConfig, limits: Limits) -> PlanLayout:

@@ -16,15 +16,15 @@ import contextlib
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from runtime.executor import Executor
+from runtime.executor import Captures, Executor
 from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan, unpack_draft, unpack_plan
-from runtime.ring import DRAFT, STEP, STOP, PlanRing
+from runtime.ring import CAPTURE, DRAFT, STEP, STOP, PlanRing
 from runtime.shared import LINE, PeerLost, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
 from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
@@ -104,9 +104,22 @@ def follow(worker: Executor, meeting: Meeting, block: SharedBlock, rank: int) ->
             return
         if kind == STEP:
             answer = checksum(worker.step(unpack_plan(record, meeting.plan)).target)
-        else:
+        elif kind == DRAFT:
             worker.draft(unpack_draft(record, meeting.draft))
+        elif kind == CAPTURE and isinstance(worker, Captures):
+            answer = worker.capture(_read_sizes(record))
         ring.finish(rank - 1, answer)
+
+
+def _write_sizes(sizes: Sequence[int] | None, into: Array) -> None:
+    """[n, sizes…] i32; n is -1 for None."""
+    words = [-1] if sizes is None else [len(sizes), *sizes]
+    into[: 4 * len(words)].view(np.int32)[:] = words
+
+
+def _read_sizes(record: Array) -> list[int] | None:
+    count = int(record[:4].view(np.int32)[0])
+    return None if count < 0 else record[4 : 4 + 4 * count].view(np.int32).tolist()
 
 
 def checksum(tokens: Array) -> int:
@@ -151,6 +164,19 @@ class ProcessRanks:
             pack_draft(plan, self._meeting.draft, self._ring.record())
             self._ring.publish(DRAFT)
             return self._worker.draft(plan)  # type: ignore[no-any-return]
+
+    def capture(self, buckets: Iterable[int] | None = None) -> int:
+        """As `Captures.capture`, on all ranks; 0 where nothing is captured."""
+        if not isinstance(self._worker, Captures):
+            return 0
+        wanted = None if buckets is None else list(buckets)
+        with self._together():
+            _write_sizes(wanted, self._ring.record())
+            self._ring.publish(CAPTURE)
+            count = self._worker.capture(wanted)
+            if self._ring.answers() != [count] * (self._meeting.world - 1):
+                raise RankFailed(f"ranks hold different numbers of graphs; rank 0 has {count}")
+        return count
 
     def trouble(self) -> str | None:
         """Why no further step can succeed, or None."""

@@ -22,9 +22,9 @@ def run(job: RankJob, ready: Callable[[], object]) -> None:
     """Loads, calls ready(), follows rank 0 to the end. Raises what loading and the worker raise, and PeerLost."""
     block = SharedBlock.open(job.block)
     source = loading.open_source(job.model, job.speculative)
-    limits = loading.limits_of(source, job.config, job.speculative)
-    meeting = loading.meeting_of(job.config, limits, job.world)
-    worker = loading.make_worker(source, limits, job.speculative, job.activations, meeting.comm(block, job.rank))
+    meeting = loading.meeting_of(source, job.config, job.speculative, job.backend, job.world)
+    comm = meeting.comm(block, job.rank)
+    worker = loading.make_rank(source, job.config, job.speculative, job.activations, job.backend, comm)
     ready()
     follow(worker, meeting, block, job.rank)
     worker.close()

@@ -1,4 +1,5 @@
-"""From rank 0 to the others: a ring of records in shared memory, each a plan's bytes (`runtime.plan`).
+"""From rank 0 to the others: a ring of records in shared memory, each a plan's bytes (`runtime.plan`)
+or a list of sizes to capture.
 
     slot     [kind, sequence | record bytes]     the sequence word is written last: who sees it sees the record
     reader   [sequence, answer]                  a cache line each: the last record that this reader is done with
@@ -12,7 +13,7 @@ from runtime.shared import LINE, SharedBlock, Watch
 from runtime.types import Array
 
 SLOTS = 4
-STOP, STEP, DRAFT = 1, 2, 3  # kinds of records
+STOP, STEP, DRAFT, CAPTURE = 1, 2, 3, 4  # kinds of records
 
 
 class PlanRing:

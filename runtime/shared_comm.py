@@ -57,10 +57,17 @@ class SharedComm:
         ops.add_rms_norm(x, delta, w, eps, out=out)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, equally many of each, in rank order."""
-        out = np.empty((1, len(mine) * self.world), np.uint8)
-        self.all_gather(np.frombuffer(mine, np.uint8)[None], out=out)
-        return [part.tobytes() for part in out.reshape(self.world, -1)]
+        """Every rank's bytes, equally many of each (1 MiB at most), in rank order. Waits as long as all live: others may be loading."""
+        return [part.tobytes() for part in self._exchange(np.frombuffer(mine, np.uint8), patient=True)]
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        return min(int.from_bytes(part, "little") for part in self.gather_bytes(value.to_bytes(8, "little")))
+
+    def lost(self) -> str | None:
+        """Which rank is gone, if one is."""
+        rank = self._watch.lost
+        return None if rank is None else f"rank {rank} is gone"
 
     def all_gather(self, x: Array, *, out: Array) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
@@ -72,7 +79,7 @@ class SharedComm:
             parts = self._exchange(piece.reshape(-1))
             np.concatenate([part.reshape(piece.shape) for part in parts], axis=1, out=out[start : start + each])
 
-    def _exchange(self, part: Array) -> list[Array]:
+    def _exchange(self, part: Array, patient: bool = False) -> list[Array]:
         """Every rank's part [n], in rank order; valid until the exchange after the next."""
         self._count += 1
         count, words, arrived = self._count, self._words, self._arrived
@@ -81,5 +88,6 @@ class SharedComm:
         words[arrived[self.rank]] = count
         for peer in range(self.world):
             if words[arrived[peer]] < count:
-                self._watch.wait(lambda at=arrived[peer]: words[at] >= count, f"rank {peer} has not come to exchange {count}")  # type: ignore[misc]
+                what = f"rank {peer} has not come to exchange {count}"
+                self._watch.wait(lambda at=arrived[peer]: words[at] >= count, what, patient)  # type: ignore[misc]
         return [place[: part.nbytes].view(part.dtype) for place in places]

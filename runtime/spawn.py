@@ -34,6 +34,7 @@ class RankJob:
     world: int
     parent: int  # process id of rank 0; 0: another host process watches over this one
     model: str
+    backend: str
     activations: str
     config: EngineConfig
     speculative: SpeculativeConfig

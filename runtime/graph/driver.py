@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,7 @@ class CudaDriver:
 
     def __init__(self, device: CupyDevice, eager: bool = False) -> None:
         self.device: Device = device
+        self.peers: Callable[[], str | None] | None = None  # why other ranks will never answer; None: there are none
         self.eager, self._use = eager, device.use
 
     def use(self) -> None:
@@ -88,14 +89,16 @@ class CudaDriver:
         return Mapped(host, memory.address, memory)
 
     def capture(self, runs: Sequence[Runnable]) -> Graph:
-        from runtime.kernels_cu._graph import CapturedGraph
+        from runtime.kernels_cu._graph import ALLOWED, CapturedGraph
+        from runtime.kernels_cu.peers_cuda import NCCL_NODES
 
-        return Listed(runs, self.device.stream) if self.eager else CapturedGraph(self.device.stream, runs)
+        allowed = ALLOWED if self.peers is None else NCCL_NODES
+        return Listed(runs, self.device.stream) if self.eager else CapturedGraph(self.device.stream, runs, allowed)
 
     def failure(self) -> str | None:
         from runtime.kernels_cu._graph import stream_failure
 
-        return stream_failure(self.device.stream)
+        return stream_failure(self.device.stream) or (self.peers() if self.peers else None)
 
     def time_us(self, graph: Graph, repeats: int) -> float | None:
         from runtime.kernels_cu._graph import Interval

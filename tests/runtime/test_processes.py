@@ -196,16 +196,15 @@ def test_a_rank_that_can_not_start_says_why(tiny: str, tmp_path: Path, broken: s
     speculative = SpeculativeConfig()
     source = loading.open_source(tiny, speculative)
     config = loading.fit_config(EngineConfig(max_model_len=64, num_pages=20, max_num_batched_tokens=64), source, "float32")
-    limits = loading.limits_of(source, config, speculative)
-    job = loading.rank_job(source, config, speculative, "float32", 1, 2)
+    job = loading.rank_job(source, config, speculative, "float32", "numpy", 1, 2)
     job = dataclasses.replace(job, model=str(tmp_path)) if broken == "model" else dataclasses.replace(job, parent=1)
     before = children()
     match = r"rank 1 ended with exit code 1: FileNotFoundError: .*config.json" if broken == "model" else "rank 1 ended with exit code 1$"
     with pytest.raises(RankFailed, match=match):
         ProcessRanks(
-            loading.meeting_of(config, limits, 2),
+            loading.meeting_of(source, config, speculative, "numpy", 2),
             SpawnedPeers([job]),
-            lambda comm: loading.make_worker(source, limits, speculative, "float32", comm),
+            lambda comm: loading.make_rank(source, config, speculative, "float32", "numpy", comm),
         )
     assert children() == before
 
