@@ -1,7 +1,8 @@
 """A plan's fields in device memory: fixed addresses and capacities for each bucket, filled by the first node of its graph.
 
 All buckets share the memory; a bucket sees the first rows of each field. Ancestor rows lie as far apart as the bucket's M needs
-words, page tables as far as the layout's widest.
+words, page tables as far as the layout's widest. Page tables keep earlier steps' entries beyond the live ones: tree_mla loads
+whole tiles of keys, so an entry must name some page of the cache, and each that ever stood there does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,55 @@
+"""Sizes of steps, and what a probe fills them with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes, size_for
+from runtime.graph.probe import Probe
+from runtime.plan import PlanLayout, pack_plan, unpack_plan
+
+
+def test_sizes_end_with_the_largest_step():
+    assert fit_sizes(1024) == DEFAULT_SIZES
+    assert fit_sizes(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert fit_sizes(2048)[-2:] == (1024, 2048)
+    assert fit_sizes(40, [8, 1, 8]) == (1, 8, 40)
+
+
+@pytest.mark.parametrize(("most", "sizes", "text"), [(8, [0], "0 is not"), (8, [True], "True is not"), (8, [4, 16], "16 is above .* 8")])
+def test_sizes_that_do_not_fit_are_named(most, sizes, text):
+    with pytest.raises(ValueError, match=f"cudagraph_capture_sizes: {text}"):
+        fit_sizes(most, sizes)
+
+
+def test_the_smallest_that_holds_is_taken():
+    assert [size_for((1, 4, 12), n) for n in (0, 1, 2, 4, 5, 12)] == [1, 1, 4, 4, 12, 12]
+    with pytest.raises(ValueError, match="13 rows; the largest size is 12"):
+        size_for((1, 4, 12), 13)
+
+
+def test_wide_buckets_have_a_variant_for_prompts():
+    assert out_sizes(96, 64) == (96,) and out_sizes(128, 64) == (64, 128) and out_sizes(1024, 64) == (64, 1024)
+    assert out_sizes(256, 256) == (256,)
+
+
+@pytest.mark.parametrize(("rows", "out"), [(1, 1), (5, 2), (64, 64), (130, 3)])
+def test_a_probe_fills_its_bucket(rows, out):
+    probe = Probe(streams=3, ctx=37, vocab=99, num_pages=50, page_size=16)
+    plan = probe.step(rows, out)
+    layout = PlanLayout(max_rows=130, max_seqs=3, max_pages=12, max_words=3, max_moves=4, max_adjust=4)
+    blob = np.zeros(layout.nbytes, np.uint8)
+    pack_plan(plan, layout, blob)
+    assert unpack_plan(blob, layout).m == plan.m == plan.bucket == rows and len(plan.out_rows) == out
+    assert (plan.pos == plan.ctx[plan.seq] + np.arange(rows) - plan.row0[plan.seq]).all() and plan.slot.min() >= 16
+    assert len(set(plan.slot.tolist())) == rows, "no two rows share a slot where pages suffice"
+    seen = [bin(int(word)).count("1") for word in plan.ancestors.reshape(-1)]
+    assert sum(seen) == int((plan.pos - 37 + 1).sum())
+
+
+def test_a_probes_drafts_and_keys():
+    probe = Probe(streams=4, ctx=10, vocab=99, num_pages=9, page_size=16)
+    plan = probe.draft(2, 3)
+    assert plan.pos.tolist() == [10, 10] and plan.pages.shape == (2, 1) and plan.tap_rows.tolist() == [0, 1, 2]
+    assert probe.known(8) == {"keys": 48, "row_keys": 8 * 10 + 4 * 3}
