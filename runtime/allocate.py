@@ -19,7 +19,7 @@ from runtime.curve import CostCurve
 from runtime.executor import Executor
 from runtime.outlook import Outlook
 from runtime.price import Price
-from runtime.speculate import Load, Root, Taps, Verified, draft_depth, make_draft_plan
+from runtime.speculate import Load, NoSpeculation, Root, Taps, Verified, draft_depth, make_draft_plan
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
 from runtime.types import Bools, DraftLogits, DraftTree
@@ -34,6 +34,20 @@ class _Proposed:
     roots: list[str]
     forest: Forest
     allocation: Allocation
+
+
+class TimedDecoding(NoSpeculation):
+    """Plain decoding whose steps go on teaching a cost curve: what a latency target needs where nothing is drafted."""
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve = curve
+        self._clock = StepClock(curve)
+
+    def before_step(self, load: Load, stats: EngineStats) -> None:
+        self._clock.start(load, stats)
+
+    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
+        self._clock.stop(bucket, stats)
 
 
 class BudgetSpeculation:

@@ -22,6 +22,7 @@ from runtime.engine import Engine, QueueFull
 from runtime.env import load_env
 from runtime.executor import Executor
 from runtime.measure import budget_speculation, curve_folder
+from runtime.pace import Pace
 from runtime.speculate import Speculator, make_speculator
 from runtime.stream import TextStream
 from runtime.types import Emission, InvalidRequest, Request, SamplingParams, TokenLogprob
@@ -89,20 +90,23 @@ def load(
     cudagraph_capture_sizes: Sequence[int] | None = None,
     enforce_eager: bool = False,
     batch_invariant: bool = False,
+    scheduling_policy: str = "fcfs",
+    tpot_target_ms: float | None = None,
     seed: int | None = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Loaded:
     """Opens, validates and loads a checkpoint; returns a stopped engine over it (`engine.start()` or `engine.step()`).
 
     backend "auto" takes a GPU where there is one. cudagraph_capture_sizes: the M of its steps (None: 1 to 1,024);
-    batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do).
+    batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do). scheduling_policy "priority":
+    lower priorities first. tpot_target_ms: admission and prompt chunks hold the mean time of an output token to it (runtime/pace.py).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
     if dtype not in loading.DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
     choice = choose_backend(backend, dtype, tensor_parallel_size)
     activations = loading.DTYPES[dtype] if choice.backend == "numpy" else "bfloat16"
-    speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config), choice.backend)
+    speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config), choice.backend, tpot_target_ms is not None)
     source = loading.open_source(model, speculative)
     config = loading.first_config(
         choice.backend,
@@ -118,47 +122,65 @@ def load(
         gpu_memory_utilization=gpu_memory_utilization,
         enforce_eager=enforce_eager,
         batch_invariant=batch_invariant,
+        scheduling_policy=scheduling_policy,
+        tpot_target_ms=tpot_target_ms,
     )
+    config.check_speculation(speculative)
     config = loading.fit_config(config, source, activations, choice.backend)
-    tokenizer = Tokenizer.load(source.path)
+    parts = _Parts(source, config, speculative, choice, activations, tensor_parallel_size, Tokenizer.load(source.path))
     executor = loading.make_executor(source, config, speculative, activations, tensor_parallel_size, progress, choice.backend)
+    return _join(parts, executor, served_model_name, seed, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What was chosen before any weight was read."""
+
+    source: loading.Source
+    config: EngineConfig
+    speculative: SpeculativeConfig
+    choice: Choice
+    activations: str
+    tp: int
+    tokenizer: Tokenizer
+
+
+def _join(parts: _Parts, executor: Executor, name: str | None, seed: int | None, progress: Callable[[str], None]) -> Loaded:
+    """An engine over an executor, with all that a server needs beside it."""
+    source, config, tokenizer = parts.source, parts.config, parts.tokenizer
 
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
 
-    speculator = _make_speculator(source, executor, config, speculative, activations, tensor_parallel_size, choice.device, progress)
-    engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids)
+    speculator, pace = _make_speculator(parts, executor, progress)
+    engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids, pace=pace)
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,
         template=ChatTemplate.load(source.path, tokenizer),
-        name=served_model_name or ("demo" if source.path == loading.DEMO else source.path.name),
+        name=name or ("demo" if source.path == loading.DEMO else source.path.name),
         max_model_len=engine.max_model_len,
         vocab_size=source.target.vocab,
         draft_depth=executor.limits.draft_depth,
-        summary=_summary(source, config, speculative, choice, activations, tensor_parallel_size, executor.limits.num_pages),
+        summary=_summary(source, config, parts.speculative, parts.choice, parts.activations, parts.tp, executor.limits.num_pages),
         defaults=loading.generation_defaults(source.path),
         rng=loading.rng_seed(seed),
         grammars=GrammarCompiler(tokenizer, source.target.vocab),
     )
 
 
-def _make_speculator(
-    source: loading.Source,
-    executor: Executor,
-    config: EngineConfig,
-    speculative: SpeculativeConfig,
-    activations: str,
-    tp: int,
-    device: str,
-    progress: Callable[[str], None],
-) -> Speculator:
-    """The speculator asked for; the model, its activations and the device ("": the CPU) tell stored cost curves apart."""
-    if not speculative.enabled or speculative.tree_budget != AUTO:
-        return make_speculator(executor, speculative)
+def _make_speculator(parts: _Parts, executor: Executor, progress: Callable[[str], None]) -> tuple[Speculator, Pace | None]:
+    """The speculator asked for, and what holds a latency target.
+
+    The model, its activations and the device ("": the CPU) tell stored cost curves apart.
+    """
+    config, speculative, source = parts.config, parts.speculative, parts.source
+    if speculative.tree_budget != AUTO and config.tpot_target_ms is None:
+        return make_speculator(executor, speculative), None
     progress("cost curve")
-    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{activations}"
-    return budget_speculation(executor, config, speculative, name, tp, curve_folder(load_env().cache_dir), device)
+    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{parts.activations}"
+    folder = curve_folder(load_env().cache_dir)
+    return budget_speculation(executor, config, speculative, name, parts.tp, folder, parts.choice.device)
 
 
 def _summary(

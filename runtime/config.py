@@ -78,6 +78,14 @@ class EngineConfig:
                 "add a bucket or lower max_num_batched_tokens"
             )
 
+    def check_speculation(self, speculative: SpeculativeConfig) -> None:
+        """Raises ValueError where the latency target has no cost curve to stand on."""
+        if self.tpot_target_ms is not None and speculative.enabled and speculative.tree_budget != AUTO:
+            how = speculative.method if speculative.method != "ddtree" else f"ddtree with tree_budget {speculative.tree_budget}"
+            raise ValueError(
+                f"tpot_target_ms: {self.tpot_target_ms:g} together with {how}; the target needs tree_budget {AUTO!r}, or no speculation"
+            )
+
     def bucket_for(self, rows: int) -> int:
         """The M of a step with `rows` live rows: the smallest bucket that holds them."""
         if not self.buckets:

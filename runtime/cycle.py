@@ -24,6 +24,7 @@ from runtime.accept import ranks_of
 from runtime.config import EngineConfig
 from runtime.executor import Executor
 from runtime.masks import prune, push
+from runtime.pace import Pace
 from runtime.rows import Share, make_step_plan
 from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
@@ -47,11 +48,20 @@ class ConstraintFailed(Exception):
 class Cycle:
     """Runs steps over a scheduler's sequences; holds what one step leaves to the next."""
 
-    def __init__(self, executor: Executor, speculator: Speculator, scheduler: Scheduler, config: EngineConfig, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        speculator: Speculator,
+        scheduler: Scheduler,
+        config: EngineConfig,
+        stats: EngineStats,
+        pace: Pace | None = None,
+    ) -> None:
         self._executor = executor
         self._speculator = speculator
         self._watcher = speculator if isinstance(speculator, StepWatcher) else None
         self._scheduler = scheduler
+        self._pace = pace
         self._config = config
         self._stats = stats
         self._pool = scheduler.pool
@@ -83,6 +93,8 @@ class Cycle:
 
     def _draft(self) -> dict[str, DraftTree]:
         with self._stats.stage("plan"):
+            if self._pace is not None:
+                self._pace.steer(self._scheduler)
             roots = self._scheduler.roots(self._speculator.nodes, self._speculator.depth)
             if self._watcher is not None:
                 self._watcher.before_step(self._scheduler.load(), self._stats)

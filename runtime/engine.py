@@ -18,6 +18,7 @@ from runtime.cycle import Cycle, Delivery
 from runtime.env import load_env
 from runtime.executor import Captures, Executor, Watched
 from runtime.nvtx import find_ranges
+from runtime.pace import Pace
 from runtime.pages import PagePool
 from runtime.scheduler import Scheduler
 from runtime.sequence import OnEmission, Sequence, Stream
@@ -54,7 +55,8 @@ class Engine:
     thread; the last one carries `finish`. The executor is closed by whoever made it.
 
     make_stream gets the request's parameters with max_tokens clamped to the context. eos_ids are
-    the ids that min_tokens holds back. Raises ValueError where config and executor disagree.
+    the ids that min_tokens holds back. pace lowers seats and prompt chunks for a latency target.
+    Raises ValueError where config and executor disagree.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         speculator: Speculator | None = None,
         *,
         eos_ids: Iterable[int] = (),
+        pace: Pace | None = None,
     ) -> None:
         limits = executor.limits
         if config.block_size != limits.page_size:
@@ -92,7 +95,7 @@ class Engine:
         )
         self._watched = executor if isinstance(executor, Watched) else None
         self._captures = executor if isinstance(executor, Captures) else None
-        self._cycle = Cycle(executor, speculator or NoSpeculation(), self._scheduler, config, self._stats)
+        self._cycle = Cycle(executor, speculator or NoSpeculation(), self._scheduler, config, self._stats, pace)
         self._wake = threading.Condition()  # guards the five fields below
         self._open: dict[str, Sequence] = {}
         self._inbox: list[Sequence] = []

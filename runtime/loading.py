@@ -18,10 +18,12 @@ import numpy as np
 
 from model import dflash, kimi_k26
 from model.bound import BoundModel, Drafter
+from model.dummy import DummyCheckpoint, override_config
+from model.shards import read_json
 from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
 from runtime.comm import Comm, SoloComm
-from runtime.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
+from runtime.config import AUTO, DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
 from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, load_parts, make_cuda_worker, open_driver
 from runtime.cuda_worker import CudaWorker
 from runtime.env import load_env
@@ -31,6 +33,7 @@ from runtime.graph.driver import CudaDriver
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_np import NumpyBackend
 from runtime.kernels_np.rows import ROW_TILE
+from runtime.load_config import FROM_FILES, LoadConfig
 from runtime.plan import DraftLayout, PlanLayout
 from runtime.processes import Meeting, ProcessRanks
 from runtime.shared_comm import SharedComm
@@ -39,6 +42,7 @@ from runtime.types import SamplingParams
 from runtime.worker import Limits, Worker
 
 DEMO = Path(__file__).parent.parent / "model" / "demo"
+CONFIGS = DEMO.parent / "configs"
 CACHE_BYTES = 1 << 30  # host memory for cache pages unless num_pages says otherwise
 HOST_BATCHED_TOKENS = 512  # attention scores of a chunk take 512 x 4096 x 8 heads x 4 B = 67 MB here
 SPIN_S = 0.05  # a GPU's rank spins for its next plan that long before it yields: steps take less
@@ -48,14 +52,16 @@ DTYPES = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model lies and what its configs say."""
+    """Where a model lies and what its configs say. path: its folder; file: its config, from which a rank opens it again."""
 
     path: Path
     target: kimi_k26.Config
     drafter_path: Path | None
     drafter: dflash.Config | None
-    checkpoint: Checkpoint
-    drafter_checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | DummyCheckpoint
+    drafter_checkpoint: Checkpoint | DummyCheckpoint | None
+    weights: LoadConfig = FROM_FILES
+    file: Path = Path("config.json")
 
 
 def resolve(model: str | Path) -> Path:
@@ -66,22 +72,38 @@ def resolve(model: str | Path) -> Path:
     return path
 
 
-def open_source(model: str | Path, speculative: SpeculativeConfig) -> Source:
+def config_file(model: str | Path, dummy: bool = False) -> Path:
+    """The config.json of a model. For dummy weights also a JSON file itself, or the name of one in model/configs."""
+    if dummy:
+        for path in (CONFIGS / f"{model}.json", Path(model).expanduser()):
+            if path.is_file():
+                return path
+    return resolve(model) / "config.json"
+
+
+def open_source(model: str | Path, speculative: SpeculativeConfig, weights: LoadConfig = FROM_FILES) -> Source:
     """Opens and validates a target and, if speculation wants one, its drafter (the folder `drafter` unless told)."""
-    path = resolve(model)
-    checkpoint = Checkpoint.open(path)
-    target = kimi_k26.Config.from_json(checkpoint.config, str(path / "config.json"))
+    file = config_file(model, weights.dummy)
+    path, checkpoint = file.parent, _open_checkpoint(file, weights)
+    target = kimi_k26.Config.from_json(checkpoint.config, str(file))
     if not speculative.enabled:
-        return Source(path, target, None, None, checkpoint, None)
+        return Source(path, target, None, None, checkpoint, None, weights, file)
     where = Path(speculative.model).expanduser() if speculative.model else path / "drafter"
-    if not (where / "config.json").is_file():
-        raise FileNotFoundError(
-            f"speculative_config: method {speculative.method!r} needs a drafter; {where / 'config.json'} does not exist"
-        )
-    drafter_checkpoint = Checkpoint.open(where)
-    drafter = dflash.Config.from_json(drafter_checkpoint.config, str(where / "config.json"))
-    drafter.check_target(target, str(where / "config.json"))
-    return Source(path, target, where, drafter, checkpoint, drafter_checkpoint)
+    draft_file = where if weights.dummy and where.is_file() else where / "config.json"
+    if not draft_file.is_file():
+        raise FileNotFoundError(f"speculative_config: method {speculative.method!r} needs a drafter; {draft_file} does not exist")
+    drafter_checkpoint = _open_checkpoint(draft_file, dataclasses.replace(weights, hf_overrides={}))
+    drafter = dflash.Config.from_json(drafter_checkpoint.config, str(draft_file))
+    drafter.check_target(target, str(draft_file))
+    return Source(path, target, where, drafter, checkpoint, drafter_checkpoint, weights, file)
+
+
+def _open_checkpoint(file: Path, weights: LoadConfig) -> Checkpoint | DummyCheckpoint:
+    if weights.dummy:
+        return DummyCheckpoint(override_config(read_json(file), weights.hf_overrides, str(file)), file.parent)
+    checkpoint = Checkpoint.open(file.parent)
+    checkpoint.config = override_config(checkpoint.config, weights.hf_overrides, str(file))
+    return checkpoint
 
 
 def bytes_per_token(source: Source, itemsize: int) -> int:
@@ -123,11 +145,11 @@ def most_pages(config: EngineConfig, length: int) -> int:
     return config.max_num_seqs * -(-length // config.block_size) + 1
 
 
-def fit_speculation(config: SpeculativeConfig, backend: str = "numpy") -> SpeculativeConfig:
-    """Chooses a tree for this backend where the user chose none: on a CPU it fills one tile of rows with its root."""
+def fit_speculation(config: SpeculativeConfig, backend: str = "numpy", paced: bool = False) -> SpeculativeConfig:
+    """Chooses a tree for this backend where the user chose none: on a CPU it fills one tile of rows with its root; auto if paced."""
     if config.method != "ddtree" or config.tree_budget is not None:
         return config
-    return dataclasses.replace(config, tree_budget=DEFAULT_TREE_BUDGET if backend == "cuda" else ROW_TILE - 1)
+    return dataclasses.replace(config, tree_budget=AUTO if paced else DEFAULT_TREE_BUDGET if backend == "cuda" else ROW_TILE - 1)
 
 
 def make_executor(
@@ -193,7 +215,8 @@ def rank_job(
     """What a rank beside this process has to load."""
     drafter = str(source.drafter_path.resolve()) if source.drafter_path else None
     found = dataclasses.replace(speculative, model=drafter)
-    return RankJob(rank, world, os.getpid(), str(source.path.resolve()), backend, activations, config, found)
+    model = source.file if source.weights.dummy else source.path
+    return RankJob(rank, world, os.getpid(), str(model.resolve()), backend, activations, config, found, weights=source.weights)
 
 
 def limits_of(source: Source, config: EngineConfig, speculative: SpeculativeConfig) -> Limits:

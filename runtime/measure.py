@@ -8,10 +8,11 @@ import platform
 import time
 from pathlib import Path
 
-from runtime.allocate import BudgetSpeculation
+from runtime.allocate import BudgetSpeculation, TimedDecoding
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.curve import CostCurve, CurveError, CurveKey, curve_file
 from runtime.executor import Captures, Executor
+from runtime.pace import Pace
 from runtime.speculate import draft_depth
 from runtime.survey import Survey
 
@@ -95,11 +96,18 @@ def find_curve(
 
 def budget_speculation(
     executor: Executor, config: EngineConfig, speculative: SpeculativeConfig, model: str, tp: int, folder: Path | None, device: str = ""
-) -> BudgetSpeculation:
-    """The speculator of `tree_budget: auto`: finds or measures the curve of this device (this machine's CPU), model and TP."""
+) -> tuple[BudgetSpeculation | TimedDecoding, Pace | None]:
+    """The speculator of `tree_budget: auto`, or of a latency target without drafts, and what holds the target.
+
+    Finds or measures the curve of this device ("": this machine's CPU), model and TP.
+    """
     curve, whence = find_curve(executor, config, speculative, CurveKey(device or device_name(), model, tp), folder)
     LOG.info("cost curve of %s: %s", curve.key, whence)
-    return BudgetSpeculation(executor, speculative, curve)
+    target_s = None if config.tpot_target_ms is None else config.tpot_target_ms / 1e3
+    if not speculative.enabled:
+        return TimedDecoding(curve), None if target_s is None else Pace(target_s, curve)
+    budget = BudgetSpeculation(executor, speculative, curve)
+    return budget, None if target_s is None else Pace(target_s, curve, budget.outlook)
 
 
 def curve_folder(cache: Path | None) -> Path:

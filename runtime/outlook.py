@@ -27,6 +27,11 @@ class Outlook:
         self._patience = PROBE
         self._sums: F64 | None = None  # of _gain, until the pool changes
 
+    @property
+    def seen(self) -> bool:
+        """Whether any tree is remembered."""
+        return self._seen > 0
+
     def observe(self, value: F64) -> None:
         """Remembers the values [B, N] of trees as they were drafted (0: no node); the oldest make room."""
         if value.shape[1] > self._pool.shape[1]:

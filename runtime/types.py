@@ -166,9 +166,9 @@ class SamplingParams:
 
 def _check_extra(name: str, given: object) -> None:
     if name not in EXTRA_ARGS:
-        raise InvalidRequest("extra_args", f"{name!r} is unknown; known: {', '.join(EXTRA_ARGS)}")
+        raise InvalidRequest("extra_args", f"{name[:40]!r} is unknown; known: {', '.join(EXTRA_ARGS)}")
     kind, low, high = EXTRA_ARGS[name]
-    if isinstance(given, bool) or not isinstance(given, (int, kind)) or not low <= given <= high:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not isinstance(given, (int, kind)) or not low <= given <= high:
         what = "an integer" if kind is int else "a number"
         raise InvalidRequest(f"extra_args.{name}", f"{given!r} is not {what} in [{low:g}, {high:g}]")
 

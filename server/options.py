@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from runtime.api import Loaded
 
 METHODS = ("auto", "ddtree", "dflash", "none")
+POLICIES = ("fcfs", "priority")
 
 
 class WideHelp(argparse.RawDescriptionHelpFormatter):
@@ -66,6 +67,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-queued-reqs", "--max-queued-requests", dest="max_num_queued_reqs", type=int, metavar="N", help=queue_help)
     deadline_help = "seconds that a step may take; after that the engine counts as hung and the server exits with 1 (default 120)"
     group.add_argument("--watchdog-timeout", dest="watchdog_timeout", type=float, metavar="S", help=deadline_help)
+    policy_help = "who is served first: fcfs (default), or priority: a request's `priority`, the lowest first"
+    group.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs", help=policy_help)
+    target_help = "mean time of an output token that admission and prompt chunks hold (needs --tree-budget auto, or no speculation)"
+    group.add_argument("--tpot-target-ms", type=float, metavar="MS", help=target_help)
     caching = group.add_mutually_exclusive_group()
     caching.add_argument(
         "--enable-prefix-caching", dest="prefix_caching", action="store_true", default=True, help="reuse prompts' pages (default)"
@@ -193,6 +198,8 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
         "cudagraph_capture_sizes": args.cudagraph_capture_sizes,
         "enforce_eager": args.enforce_eager,
         "batch_invariant": args.batch_invariant,
+        "scheduling_policy": args.scheduling_policy,
+        "tpot_target_ms": args.tpot_target_ms,
         "seed": args.seed,
         "progress": progress,
     }

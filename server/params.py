@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.types import InvalidRequest, SamplingParams
+from runtime.types import EXTRA_ARGS, InvalidRequest, SamplingParams
 from server.errors import bad_field, echo, from_invalid
 from server.protocol import GenerationFields
 
@@ -25,7 +25,9 @@ _SAME_NAME = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "priority",
 )
+_EXTRA = {"extra_args": "vllm_xargs", **{f"extra_args.{name}": f"vllm_xargs.{name}" for name in EXTRA_ARGS}}
 
 
 def make_sampling(
@@ -49,13 +51,15 @@ def make_sampling(
         changes["stop_token_ids"] = tuple(fields.stop_token_ids)
     if fields.logit_bias is not None:
         changes["logit_bias"] = _token_keys(fields.logit_bias)
+    if fields.vllm_xargs is not None:
+        changes["extra_args"] = fields.vllm_xargs
     changes["max_tokens"] = None if max_tokens is None else min(max_tokens, 2**31 - 1)
     changes["logprobs"] = logprobs
     try:
         params = defaults.replace(**changes)
         params.check_tokens(vocab_size)
     except InvalidRequest as error:
-        raise from_invalid(error, rename) from None
+        raise from_invalid(error, {**_EXTRA, **(rename or {})}) from None
     return params
 
 

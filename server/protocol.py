@@ -64,6 +64,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    vllm_xargs: dict[str, float | int] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
 
@@ -124,9 +126,7 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_token_ids": ((False,), "use logprobs, or /tokenize"),
     "return_tokens_as_token_ids": ((False,), "use /tokenize"),
     "detokenize": ((True,), "answers are text"),
-    "priority": ((0,), "requests are served in the order of their arrival"),
     "kv_transfer_params": ((), "there is one server"),
-    "vllm_xargs": (({},), "there are no further arguments"),
     "typical_p": ((1, 1.0), "use top_p or min_p"),
     "top_a": ((0, 0.0), "use top_p or min_p"),
     "xtc_probability": ((0, 0.0), "use top_p or min_p"),

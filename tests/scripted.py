@@ -17,6 +17,7 @@ import numpy as np
 
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.engine import Engine
+from runtime.pace import Pace
 from runtime.speculate import Speculator, make_speculator
 from runtime.stream import TextStream
 from runtime.types import DraftLogits, DraftPlan, Emission, Request, StepPlan, StepResult
@@ -249,12 +250,14 @@ def check_plan(plan: StepPlan, limits: Limits) -> None:
 EOS = 1
 
 
-def make_engine(executor: ScriptedExecutor, speculative: Any = None, *, speculator: Speculator | None = None, **config: Any) -> Engine:
+def make_engine(
+    executor: ScriptedExecutor, speculative: Any = None, *, speculator: Speculator | None = None, pace: Pace | None = None, **config: Any
+) -> Engine:
     """An engine over a scripted executor; its text is one letter a token, its end of sequence is token EOS."""
     limits = executor.limits
     chosen = EngineConfig(**{"max_num_seqs": 16, "max_num_batched_tokens": limits.max_rows, "block_size": limits.page_size, **config})
     speculator = speculator or make_speculator(executor, SpeculativeConfig.parse(speculative))
-    return Engine(executor, chosen, lambda params: TextStream(Letters(), params, frozenset([EOS])), speculator, eos_ids=[EOS])
+    return Engine(executor, chosen, lambda params: TextStream(Letters(), params, frozenset([EOS])), speculator, eos_ids=[EOS], pace=pace)
 
 
 def run_all(engine: Engine, requests: Sequence[Request], most_steps: int = 20_000) -> dict[str, list[Emission]]:

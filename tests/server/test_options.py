@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from model.tiny import make_tiny
+from runtime.types import InvalidRequest, SamplingParams
 from server.options import OptionError, add_model_options, has_drafter, layers_of, load_from, model_of, speculative_of
 
 
@@ -103,3 +104,15 @@ def test_options_reach_the_loaded_model(folders: tuple[str, str], tmp_path: Path
     assert "TP 2" in loaded.summary
     assert len(steps) >= 2
     loaded.engine.shutdown(0)
+
+
+def test_policy_and_target_reach_the_engine(folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNTIME_CACHE_DIR", str(tmp_path))
+    options = ["--scheduling-policy", "priority", "--tpot-target-ms", "25", "--max-num-seqs", "4"]
+    loaded = load_from(parse(folders[1], *options))
+    assert loaded.engine._cycle._pace.target_s == 0.025
+    loaded.engine.check(loaded.make_requests("a", [1], SamplingParams(priority=-1))[0])
+    with pytest.raises(InvalidRequest, match="priority"):
+        load_from(parse(folders[1])).make_requests("a", [1], SamplingParams(priority=-1))
+    with pytest.raises(SystemExit):
+        parse("--scheduling-policy", "random")

@@ -45,8 +45,11 @@ def test_every_field_arrives() -> None:
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "priority": -2,
     }
-    params = sampling(max_tokens=9, logprobs=4, stop="x", stop_token_ids=[3], logit_bias={"5": -100}, **fields)
+    extra = {"tree_budget": 4, "draft_weight": 2.5, "tpot_target_ms": 20}
+    params = sampling(max_tokens=9, logprobs=4, stop="x", stop_token_ids=[3], logit_bias={"5": -100}, vllm_xargs=extra, **fields)
+    assert params.extra_args == extra
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.max_tokens, params.logprobs, params.stop, params.stop_token_ids, params.logit_bias) == (9, 4, ("x",), (3,), {5: -100})
 
@@ -84,6 +87,12 @@ def test_every_field_arrives() -> None:
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"priority": 2**40}, "priority"),
+        ({"vllm_xargs": {"speed": 1}}, "vllm_xargs"),
+        ({"vllm_xargs": {"tree_budget": 1024}}, "vllm_xargs.tree_budget"),
+        ({"vllm_xargs": {"tree_budget": 1.5}}, "vllm_xargs.tree_budget"),
+        ({"vllm_xargs": {"draft_weight": 0.0}}, "vllm_xargs.draft_weight"),
+        ({"vllm_xargs": {"tpot_target_ms": float("nan")}}, "vllm_xargs.tpot_target_ms"),
     ],
 )
 def test_out_of_range_is_named(fields: dict[str, object], field: str) -> None:
