@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 def run(job: RankJob, ready: Callable[[], object]) -> None:
     """Loads, calls ready(), follows rank 0 to the end. Raises what loading and the worker raise, and PeerLost."""
     block = SharedBlock.open(job.block)
-    source = loading.open_source(job.model, job.speculative)
+    source = loading.open_source(job.model, job.speculative, job.weights)
     meeting = loading.meeting_of(source, job.config, job.speculative, job.backend, job.world)
     comm = meeting.comm(block, job.rank)
     worker = loading.make_rank(source, job.config, job.speculative, job.activations, job.backend, comm)

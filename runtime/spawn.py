@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.load_config import FROM_FILES, LoadConfig
 from runtime.processes import RankEvent
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,7 @@ class RankJob:
     config: EngineConfig
     speculative: SpeculativeConfig
     block: str = ""  # path of the shared block, which the group makes
+    weights: LoadConfig = FROM_FILES
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -48,6 +50,7 @@ class RankJob:
         values: dict[str, Any] = json.loads(text)
         values["config"] = EngineConfig(**values["config"])
         values["speculative"] = SpeculativeConfig(**values["speculative"])
+        values["weights"] = LoadConfig(**values["weights"])
         return RankJob(**values)
 
 
