@@ -21,6 +21,7 @@ from runtime.cuda_loading import Choice, choose_backend
 from runtime.engine import Engine, QueueFull
 from runtime.env import load_env
 from runtime.executor import Executor
+from runtime.load_config import LoadConfig
 from runtime.measure import budget_speculation, curve_folder
 from runtime.pace import Pace
 from runtime.speculate import Speculator, make_speculator
@@ -75,6 +76,8 @@ def load(
     *,
     served_model_name: str | None = None,
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+    load_format: str = "auto",
+    hf_overrides: Mapping[str, Any] | str | None = None,
     backend: str = "auto",
     dtype: str = "auto",
     tensor_parallel_size: int = 1,
@@ -97,8 +100,9 @@ def load(
 ) -> Loaded:
     """Opens, validates and loads a checkpoint; returns a stopped engine over it (`engine.start()` or `engine.step()`).
 
-    backend "auto" takes a GPU where there is one. cudagraph_capture_sizes: the M of its steps (None: 1 to 1,024);
-    batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do). scheduling_policy "priority":
+    load_format "dummy" needs config.json and the tokenizer's files alone: weights are random; hf_overrides replaces keys of its text
+    model (num_hidden_layers). backend "auto" takes a GPU where there is one. cudagraph_capture_sizes: the M of its steps (None: 1
+    to 1,024); batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do). scheduling_policy "priority":
     lower priorities first. tpot_target_ms: admission and prompt chunks hold the mean time of an output token to it (runtime/pace.py).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
@@ -107,7 +111,7 @@ def load(
     choice = choose_backend(backend, dtype, tensor_parallel_size)
     activations = loading.DTYPES[dtype] if choice.backend == "numpy" else "bfloat16"
     speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config), choice.backend, tpot_target_ms is not None)
-    source = loading.open_source(model, speculative)
+    source = loading.open_source(model, speculative, LoadConfig.parse(load_format, hf_overrides))
     config = loading.first_config(
         choice.backend,
         cudagraph_capture_sizes,

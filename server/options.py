@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 METHODS = ("auto", "ddtree", "dflash", "none")
 POLICIES = ("fcfs", "priority")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 class WideHelp(argparse.RawDescriptionHelpFormatter):
@@ -34,6 +35,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="the same, as a flag")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: the folder's name)")
+    group.add_argument(
+        "--load-format", default="auto", choices=LOAD_FORMATS, help="auto: files; dummy: random weights, config.json is enough"
+    )
+    group.add_argument("--hf-overrides", metavar="JSON", help="keys of config.json's text model to replace: '{\"num_hidden_layers\": 8}'")
     group.add_argument("--backend", default="auto", help="what computes; 'auto' takes the best there is (default)")
     group.add_argument("--dtype", default="auto", help="activations: auto, float32 or bfloat16")
     tp_help = "ranks that share the weights (default 1)"
@@ -183,6 +188,8 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
     options = {
         "served_model_name": args.served_model_name,
         "speculative_config": speculative_of(args),
+        "load_format": args.load_format,
+        "hf_overrides": args.hf_overrides,
         "backend": args.backend,
         "dtype": args.dtype,
         "tensor_parallel_size": args.tensor_parallel_size,

@@ -109,3 +109,20 @@ def test_slices_outside_are_refused():
         ckpt.triple("model.layers.1.mlp.experts.0.down_proj", None, slice(0, 48))
     with pytest.raises(CheckpointError, match="can not be cut by columns"):
         ckpt.source("model.norm.weight", None, slice(0, 8))
+
+
+def test_text_from_random_weights(tmp_path):
+    """The demo's config and tokenizer without its weights: another model than the demo, the same one twice."""
+    import shutil
+
+    from runtime.api import LLM
+    from runtime.types import SamplingParams
+
+    for file in ("config.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(loading.DEMO / file, tmp_path / file)
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    texts = []
+    for _ in range(2):
+        llm = LLM(tmp_path, load_format="dummy", hf_overrides={"num_hidden_layers": 2}, backend="numpy", speculative_config="none")
+        texts.append([list(out.outputs[0].token_ids) for out in llm.generate(["One two three"], params)])
+    assert texts[0] == texts[1] and len(texts[0][0]) == 6
