@@ -45,9 +45,8 @@ class Full:
     def step(self, m: int) -> Counter[str]:
         """Launches by what they are, of a bucket whose streams may be as long as the cache."""
         b = min(m, STREAMS)
-        plan = replace(
-            shape_plan(m, b), ancestors=ShapeOnly((m, -(-m // 64)), "u64"), pages=ShapeOnly((b, PAGES), "i32"), moves=ShapeOnly((512, 2), "i32")
-        )  # fmt: skip
+        shapes = {"ancestors": ((m, -(-m // 64)), "u64"), "pages": ((b, PAGES), "i32"), "moves": ((512, 2), "i32")}
+        plan = replace(shape_plan(m, b), **{name: ShapeOnly(*shape) for name, shape in shapes.items()})
         plan = placed(plan, self.device)
         with self.ops.recording(plan.seq, LIVE) as launches:
             logits, _ = kimi_k26.forward(self.ops, SoloComm(), self.config, self.weights, plan, self.cache, PAGE)
