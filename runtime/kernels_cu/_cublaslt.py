@@ -165,7 +165,7 @@ class CublasLt:
     def multiplier(
         self, problem: Problem, algo: bytes, a: int, b: int, d: int, workspace: int, workspace_bytes: int
     ) -> Callable[[int], None]:
-        """The call, prepared: run(stream) enqueues it, or records it where the stream captures."""
+        """The call, prepared: run(stream) enqueues it, or records it where the stream captures. It keeps the descriptors."""
         one, zero, held = ctypes.c_float(1), ctypes.c_float(0), Algo.from_buffer_copy(algo)
         pointer = ctypes.c_void_p
         arguments = (
@@ -176,6 +176,7 @@ class CublasLt:
         def run(stream: int) -> None:
             self.call("cublasLtMatmul", *arguments, pointer(stream))
 
+        run.problem = problem  # type: ignore[attr-defined]  # else its descriptors end with the caller's last name for it
         return run
 
 
