@@ -146,7 +146,7 @@ def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None,
 # ---------------------------------------------------------------- what this implementation pays
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Column tiles, splits of each, items, waves of resident blocks, key tiles a block walks; bytes of keys read, from L2
+    """Column tiles, splits of each (at most), items, items a block (at most), key tiles a block walks; bytes of keys read, from L2
     included, and of partials; columns without a row."""
 
     tiles: int
@@ -185,6 +185,13 @@ def choose_chunk(tiles: int, sequences: int, key_tiles: int, blocks: int, room: 
     return -best[1] or key_tiles
 
 
+def part_length(tiles: int, sequences: int, key_tiles: int, blocks: int) -> int:
+    """tree_mla_plan's even parts for equal sequences: key tiles of a part, 0 where one sequence has more column tiles than blocks."""
+    if tiles > blocks:
+        return 0
+    return max(-(-sequences * (key_tiles + ITEM_OVERHEAD) // (blocks // tiles)), 4)
+
+
 def work(dims: Dims, config: Config, blocks: int = 132) -> Work:
     """Assumes B sequences of M / B rows and `keys` keys each."""
     rows = -(-dims.M // dims.B)
@@ -194,9 +201,15 @@ def work(dims: Dims, config: Config, blocks: int = 132) -> Work:
     splits = -(-key_tiles // chunk)
     items = tiles * splits * dims.B
     waves = -(-items // blocks)
+    each = waves * min(chunk, key_tiles)
+    length = 0 if config.chunk else part_length(tiles, dims.B, key_tiles, blocks)
+    if length and length + ITEM_OVERHEAD < waves * (chunk + ITEM_OVERHEAD):
+        parts = -(-dims.B * (key_tiles + ITEM_OVERHEAD) // length)
+        items = tiles * (parts + dims.B - 1)
+        splits, waves, each = -(-items // (tiles * dims.B)), -(-items // (tiles * parts)), length
     partial = (4 if config.float_parts else 2) * config.columns * VALUE
     return Work(
-        tiles * dims.B, splits, items, waves, waves * min(chunk, key_tiles), tiles * dims.B * dims.keys * WIDTH * 2,
+        tiles * dims.B, splits, items, waves, each, tiles * dims.B * dims.keys * WIDTH * 2,
         0 if splits == 1 else items * partial, dims.B * tiles * config.columns - dims.M * dims.heads,
     )  # fmt: skip
 

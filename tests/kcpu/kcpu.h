@@ -363,6 +363,12 @@ inline int atomicAdd(int* at, int value) {
   return before;
 }
 
+inline int atomicMax(int* at, int value) {
+  const int before = *at;
+  *at = std::max(before, value);
+  return before;
+}
+
 inline void __threadfence() {}
 
 struct uint2 { uint32_t x, y; };

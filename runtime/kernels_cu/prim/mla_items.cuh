@@ -60,63 +60,40 @@ __device__ __forceinline__ int slot_of(const Params& p, int seq, int position) {
 // ---------------------------------------------------------------- planning, once a step
 // Time of a key range in key tiles, with what an item costs beyond: queries in, partials out and in again.
 constexpr int kItemOverhead = 3;
+constexpr int kLeastPiece = 2;  // key tiles: a sequence is not cut closer to its ends than that
 
-extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_constant__ PlanParams p) {
-  __shared__ int rows[kMostSequences];
-  __shared__ int best_cost[256];
-  __shared__ int best_chunk[256];
-  const int t = threadIdx.x;
-  pdl_wait();
-  pdl_trigger();
-  for (int b = t; b < p.sequences; b += 256) rows[b] = 0;
-  __syncthreads();
-  for (int i = t; i < p.rows; i += 256)
-    if (p.seq[i] >= 0) atomicAdd(&rows[p.seq[i]], 1);
-  __syncthreads();
-  // Every thread tries one chunk length; the cheapest wins, the longer one where two cost the same.
-  int longest = 1;
-  long long load = 0;
-  for (int b = 0; b < p.sequences; ++b)
-    if (rows[b]) {
-      const int tiles = parts(p.ctx[b] + rows[b], kTile);
-      longest = most(longest, tiles);
-      load += (long long)tiles * parts(rows[b] * kHeads, kN);
-    }
-  int chunk = p.chunk;
-  if (!chunk) {
-    const int low = most(most((int)(load / (8 * p.blocks)), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
-    chunk = low + (int)((long long)span * t * t / (255 * 255));
-    chunk = parts(longest, parts(longest, chunk));        // as short as this number of ranges allows
-    long long items = 0, slots = 0;
-    for (int b = 0; b < p.sequences; ++b)
-      if (rows[b]) {
-        const int ranges = parts(parts(p.ctx[b] + rows[b], kTile), chunk), tiles = parts(rows[b] * kHeads, kN);
-        items += ranges * tiles;
-        if (ranges > 1) slots += ranges * tiles;
-      }
-    const bool fits = slots <= p.slot_room && items <= p.item_room;
-    best_cost[t] = fits ? (int)((items + p.blocks - 1) / p.blocks) * (chunk + kItemOverhead) : 0x7fffffff;
-    best_chunk[t] = chunk;
-    __syncthreads();
-    int cost = 0x7fffffff;
-    chunk = longest;                                      // one range each always fits
-    for (int i = 0; i < 256; ++i)
-      if (best_cost[i] < cost || (best_cost[i] == cost && cost != 0x7fffffff && best_chunk[i] > chunk)) {
-        cost = best_cost[i];
-        chunk = best_chunk[i];
-      }
-  }
-  // All threads count along the sequences and write the items of each together: same range and sequence side by side.
+struct PlanRoom {
+  int rows[kMostSequences];                               // of each sequence
+  int start[kMostSequences];                              // where it begins on the axis of even parts
+  int first[kMostSequences], last[kMostSequences];        // parts that have a piece of it
+  int slot[kMostSequences], counter[kMostSequences];
+  int cost[256], chunk[256];
+  int most_pieces;
+};
+__device__ __forceinline__ int keys_of(const PlanParams& p, const PlanRoom& r, int b) { return parts(p.ctx[b] + r.rows[b], kTile); }
+__device__ __forceinline__ int tiles_of(const PlanRoom& r, int b) { return parts(r.rows[b] * kHeads, kN); }
+
+// An item of column tile `tile`: keys [tile0, end) as far as the tile's last node sees.
+__device__ __forceinline__ Item item_of(const PlanParams& p, const PlanRoom& r, int b, int tile, int tile0, int end) {
+  const int total = r.rows[b] * kHeads, packed = tile * kN, columns = least(kN, total - packed), ctx = p.ctx[b];
+  const int keys = parts(ctx + (packed + columns - 1) / kHeads + 1, kTile);
+  return Item{p.row0[b] * kHeads + packed, columns, packed, b, ctx, tile0, most(least(end, keys) - tile0, 0), 0, 1, 0, 1, 0};
+}
+
+// Ranges of `chunk` key tiles, of all sequences alike. Tiles of one range lie side by side: they meet in L2.
+__device__ __forceinline__ void list_chunks(const PlanParams& p, const PlanRoom& r, int chunk, int t) {
   int item = 0, slot = 0, counter = 0;
   for (int b = 0; b < p.sequences; ++b) {
-    if (!rows[b]) continue;
-    const int total = rows[b] * kHeads, tiles = parts(total, kN), ctx = p.ctx[b];
-    const int ranges = parts(parts(ctx + rows[b], kTile), chunk);
+    if (!r.rows[b]) continue;
+    const int tiles = tiles_of(r, b), ranges = parts(keys_of(p, r, b), chunk);
     for (int f = t; f < ranges * tiles; f += 256) {
-      const int range = f / tiles, tile = f % tiles, packed = tile * kN, columns = least(kN, total - packed);
-      const int keys = parts(ctx + (packed + columns - 1) / kHeads + 1, kTile);  // none after the tile's last node
-      const Item it{p.row0[b] * kHeads + packed, columns, packed, b, ctx, range * chunk, most(least(chunk, keys - range * chunk), 0),
-                    range, parts(keys, chunk), slot + tile, tiles, counter + tile};
+      const int range = f / tiles, tile = f % tiles;
+      Item it = item_of(p, r, b, tile, range * chunk, (range + 1) * chunk);
+      it.split = range;
+      it.splits = parts(parts(it.ctx + (it.packed + it.columns - 1) / kHeads + 1, kTile), chunk);
+      it.slot = slot + tile;
+      it.stride = tiles;
+      it.counter = counter + tile;
       if (item + f < p.item_room) p.items[item + f] = it;
     }
     item += ranges * tiles;
@@ -124,4 +101,126 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
     if (ranges > 1) slot += ranges * tiles;
   }
   if (t == 0) *p.count = least(item, p.item_room);
+}
+
+// Even parts. The sequences' keys lie end to end on an axis, each behind kItemOverhead; it is cut into parts of `length`, and a part
+// has as many blocks as the widest sequence has column tiles: block i takes tile i % widest of all pieces in part i / widest, its
+// k-th at items[k * blocks + i]. First key tile of sequence b that part `part` begins with:
+__device__ __forceinline__ int cut(const PlanRoom& r, int b, int keys, int part, int length) {
+  const int at = part * length - r.start[b] - kItemOverhead;
+  return at < kLeastPiece ? 0 : keys - at < kLeastPiece ? keys : at;
+}
+// False where the lists have no room for them; nothing is written then.
+__device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int widest, int length, int t) {
+  int at = 0;
+  for (int b = 0; b < p.sequences; ++b) {
+    if ((b & 255) == t) r.start[b] = at;
+    if (r.rows[b]) at += keys_of(p, r, b) + kItemOverhead;
+  }
+  if (t == 0) r.most_pieces = 0;
+  __syncthreads();
+  for (int b = t; b < p.sequences; b += 256) {
+    if (!r.rows[b]) continue;
+    const int keys = keys_of(p, r, b);
+    int first = (r.start[b] + kItemOverhead) / length, last = (r.start[b] + kItemOverhead + keys) / length;
+    while (cut(r, b, keys, first + 1, length) == 0) ++first;
+    while (cut(r, b, keys, last, length) == keys) --last;
+    r.first[b] = first;
+    r.last[b] = last;
+  }
+  __syncthreads();
+  int slot = 0, counter = 0;
+  for (int b = 0; b < p.sequences; ++b) {
+    if (!r.rows[b]) continue;
+    const int tiles = tiles_of(r, b), pieces = r.last[b] - r.first[b] + 1;
+    if ((b & 255) == t) {
+      r.slot[b] = slot;
+      r.counter[b] = counter;
+    }
+    counter += tiles;
+    if (pieces > 1) slot += pieces * tiles;
+  }
+  for (int i = t; i < p.blocks / widest; i += 256) {
+    int pieces = 0;
+    for (int b = 0; b < p.sequences; ++b) pieces += r.rows[b] && r.first[b] <= i && i <= r.last[b];
+    atomicMax(&r.most_pieces, pieces);
+  }
+  __syncthreads();
+  if (slot > p.slot_room || r.most_pieces * p.blocks > p.item_room) return false;
+  for (int i = t; i < p.blocks; i += 256) {
+    const int part = i / widest, tile = i % widest;
+    Item* to = p.items + i;
+    for (int b = 0; b < p.sequences; ++b) {
+      if (!r.rows[b] || part < r.first[b] || part > r.last[b] || tile >= tiles_of(r, b)) continue;
+      const int keys = keys_of(p, r, b), tiles = tiles_of(r, b);
+      Item it = item_of(p, r, b, tile, cut(r, b, keys, part, length), cut(r, b, keys, part + 1, length));
+      const int seen = parts(it.ctx + (it.packed + it.columns - 1) / kHeads + 1, kTile);
+      int last = r.last[b];
+      while (cut(r, b, keys, last, length) >= seen) --last;
+      it.split = part - r.first[b];
+      it.splits = last - r.first[b] + 1;
+      it.slot = r.slot[b] + tile;
+      it.stride = tiles;
+      it.counter = r.counter[b] + tile;
+      *to = it;
+      to += p.blocks;
+    }
+    for (; to < p.items + (size_t)r.most_pieces * p.blocks; to += p.blocks) to->tiles = 0;
+  }
+  if (t == 0) *p.count = r.most_pieces * p.blocks;
+  return true;
+}
+
+extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_constant__ PlanParams p) {
+  __shared__ PlanRoom r;
+  const int t = threadIdx.x;
+  pdl_wait();
+  pdl_trigger();
+  for (int b = t; b < p.sequences; b += 256) r.rows[b] = 0;
+  __syncthreads();
+  for (int i = t; i < p.rows; i += 256)
+    if (p.seq[i] >= 0) atomicAdd(&r.rows[p.seq[i]], 1);
+  __syncthreads();
+  int longest = 1, widest = 1, axis = 0;
+  long long load = 0;
+  for (int b = 0; b < p.sequences; ++b)
+    if (r.rows[b]) {
+      const int keys = keys_of(p, r, b), tiles = tiles_of(r, b);
+      longest = most(longest, keys);
+      widest = most(widest, tiles);
+      axis += keys + kItemOverhead;
+      load += (long long)keys * tiles;
+    }
+  if (p.chunk) {
+    list_chunks(p, r, p.chunk, t);
+    return;
+  }
+  // Every thread tries one chunk length; the cheapest wins, the longer one where two cost the same.
+  const int low = most(most((int)(load / (8 * p.blocks)), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
+  int chunk = low + (int)((long long)span * t * t / (255 * 255));
+  chunk = parts(longest, parts(longest, chunk));          // as short as this number of ranges allows
+  long long items = 0, slots = 0;
+  for (int b = 0; b < p.sequences; ++b)
+    if (r.rows[b]) {
+      const int ranges = parts(keys_of(p, r, b), chunk), tiles = tiles_of(r, b);
+      items += ranges * tiles;
+      if (ranges > 1) slots += ranges * tiles;
+    }
+  const bool fits = slots <= p.slot_room && items <= p.item_room;
+  r.cost[t] = fits ? (int)((items + p.blocks - 1) / p.blocks) * (chunk + kItemOverhead) : 0x7fffffff;
+  r.chunk[t] = chunk;
+  __syncthreads();
+  int cost = 0x7fffffff;
+  chunk = longest;                                        // one range each always fits
+  for (int i = 0; i < 256; ++i)
+    if (r.cost[i] < cost || (r.cost[i] == cost && cost != 0x7fffffff && r.chunk[i] > chunk)) {
+      cost = r.cost[i];
+      chunk = r.chunk[i];
+    }
+  // Parts as FlashMLA's scheduler makes them: all blocks end together, but a sequence narrower than the widest leaves some idle.
+  if (widest <= p.blocks && axis) {
+    const int length = most(parts(axis, p.blocks / widest), 2 * kLeastPiece);
+    if (length + kItemOverhead < cost && list_parts(p, r, widest, length, t)) return;
+  }
+  list_chunks(p, r, chunk, t);
 }

@@ -8,7 +8,17 @@ import pytest
 
 from runtime.hw import HARDWARE
 from runtime.kernels_cu._build import ARCHITECTURES, build, nvrtc_version
-from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, choose_chunk, default_config, most_tiles, predict_us, work
+from runtime.kernels_cu.tree_mla_config import (
+    Config,
+    Dims,
+    candidates,
+    choose_chunk,
+    default_config,
+    most_tiles,
+    part_length,
+    predict_us,
+    work,
+)
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 H200 = HARDWARE["h200"]
@@ -79,12 +89,20 @@ def test_dims_out_of_range_are_named(name):
 
 
 def test_splits_fill_the_device_once():
-    """Ten streams of 64k keys: 13 splits, 130 blocks; one split more would need a second wave."""
-    assert work(Dims(90, 10, 8, 65545), Config(octets=9)).waves == 1
-    assert work(Dims(90, 10, 8, 65545), Config(octets=9)).splits == 13
+    """Ten streams of 4k keys and a tile each: 13 splits, 130 blocks; one split more would need a second wave."""
+    w = work(Dims(90, 10, 8, 4105), Config(octets=9))
+    assert (w.waves, w.splits, w.tiles_each) == (1, 13, 5)
     chunk = choose_chunk(1, 10, 1025, 132, 528)
     assert chunk == 79
     assert choose_chunk(400, 1, 10, 132, 528) == 10  # more tiles than blocks and short: no split
+
+
+def test_parts_are_even_where_ranges_are_not():
+    """Nine column tiles of ten streams: 14 parts of 49 key tiles on 126 blocks; equal ranges would take three waves of 17."""
+    assert part_length(9, 10, 65, 132) == 49
+    assert choose_chunk(9, 10, 65, 132, 528) == 17
+    assert work(Dims(90, 10, 64, 4105), Config(slots=18, rows=True)).tiles_each == 49
+    assert part_length(133, 1, 65, 132) == 0
 
 
 def test_worst_case_tiles_hold_any_batch():
