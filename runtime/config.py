@@ -37,6 +37,7 @@ class EngineConfig:
     num_pages: int | None = None  # cache pages, the null page included
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int = 1024  # requests that may wait beyond the free seats; one more is QueueFull
+    max_num_queued_tokens: int | None = None  # prompt tokens that may wait, beyond the first request that waits; None: any number
     step_deadline_s: float = 120.0  # a step that takes longer is a hang: check_health says so
     scheduling_policy: str = "fcfs"  # or "priority": requests of lower `priority` first, equal ones by arrival
     tpot_target_ms: float | None = None  # time an output token of a stream may take on average; None: seats alone bound admission
@@ -51,6 +52,8 @@ class EngineConfig:
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         _check_int("block_size", self.block_size, 1, 4096)
         _check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
+        if self.max_num_queued_tokens is not None:
+            _check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
         if self.num_pages is not None:

@@ -80,6 +80,8 @@ class Engine:
         pool = PagePool(num_pages, limits.page_size, config.enable_prefix_caching)
         # No request outgrows the pages, so every admitted one fits alone: draft nodes stay inside max_model_len too.
         self.max_model_len = min(config.max_model_len or limits.max_positions, limits.max_positions, pool.capacity * limits.page_size)
+        self.executor, self.config = executor, config  # as given: a bench puts other engines over the same executor
+        self.speculator: Speculator = speculator or NoSpeculation()
         self.dead: BaseException | None = None
         self._most_open = config.max_num_seqs + config.max_num_queued_reqs
         self._config, self._limits, self._make_stream, self._eos_ids = config, limits, make_stream, frozenset(eos_ids)
@@ -95,7 +97,7 @@ class Engine:
         )
         self._watched = executor if isinstance(executor, Watched) else None
         self._captures = executor if isinstance(executor, Captures) else None
-        self._cycle = Cycle(executor, speculator or NoSpeculation(), self._scheduler, config, self._stats, pace)
+        self._cycle = Cycle(executor, self.speculator, self._scheduler, config, self._stats, pace)
         self._wake = threading.Condition()  # guards the five fields below
         self._open: dict[str, Sequence] = {}
         self._inbox: list[Sequence] = []
@@ -126,6 +128,7 @@ class Engine:
             if self.full:
                 self._stats.rejected += 1
                 raise QueueFull(f"{len(self._open)} requests run or wait, {self._most_open} may; try again later")
+            self._check_queued_tokens(sequence.prompt_len)
             if not self._open:
                 self._last_step_s = self._last_progress_s = time.monotonic()  # idle until now is not a hang
             self._open[request.id] = sequence
@@ -236,6 +239,14 @@ class Engine:
         params.check_tokens(self._limits.vocab_size)
         left = self.max_model_len - length
         return params.replace(max_tokens=left if params.max_tokens is None else min(params.max_tokens, left))
+
+    def _check_queued_tokens(self, more: int) -> None:
+        """Raises QueueFull if too many prompt tokens would wait. Whoever finds nobody waiting may be of any length."""
+        limit = self._config.max_num_queued_tokens
+        waiting = 0 if limit is None else sum(s.prompt_len for s in self._open.values() if not s.admitted_s)
+        if limit is not None and waiting and waiting + more > limit:
+            self._stats.rejected += 1
+            raise QueueFull(f"{waiting} prompt tokens wait, and {more} more are above the limit of {limit}; try again later")
 
     def _loop(self) -> None:
         while self.dead is None:

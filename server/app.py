@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -40,8 +41,11 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'self' 'unsafe-inline'",
 Endpoint = Callable[[Service, Any, Receive], Awaitable[ASGIApp]]
 
 
-def make_app(service: Service, keys: Sequence[str] = (), version: str = "") -> ASGIApp:
-    """The ASGI application over `service`. With keys, every path but /health and /ready needs one."""
+def make_app(service: Service, keys: Sequence[str] = (), version: str = "", origins: Sequence[str] = ()) -> ASGIApp:
+    """The ASGI application over `service`. With keys, every path but /health and /ready needs one.
+
+    origins: web origins whose pages may call from a browser; never with cookies, so a key must be sent all the same.
+    """
     routes = [
         Route("/health", _health(service)),
         Route("/ready", _ready(service)),
@@ -60,7 +64,10 @@ def make_app(service: Service, keys: Sequence[str] = (), version: str = "") -> A
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, ApiError: _api_error})
     app.router.redirect_slashes = False
-    return KeyGate(InFlight(app, service), keys)
+    gate: ASGIApp = KeyGate(InFlight(app, service), keys)
+    if origins:
+        return CORSMiddleware(gate, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["retry-after"])
+    return gate
 
 
 class Generate:

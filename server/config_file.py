@@ -27,7 +27,7 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
     values = read_config(given.config)
     if given.model is not None or given.model_flag is not None:
         values = {key: value for key, value in values.items() if key not in ("model", "model-path")}
-    return parser.parse_args([*flags_of(parser, values, given.config), *argv])
+    return parser.parse_args([*flags_of(parser, values, given.config), f"--config={given.config}", *argv])  # ends a list of values
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -60,6 +60,9 @@ def flags_of(parser: argparse.ArgumentParser, values: dict[str, Any], path: Path
                 raise OptionError(f"--config {path}: {key}: want true or false, not {value!r}")
             if value or f"no-{key}" in actions:
                 words.append(f"--{key}" if value else f"--no-{key}")
+            continue
+        if isinstance(value, list) and action.nargs == "+":
+            words += [f"--{key}", *map(str, value)]
             continue
         if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
             raise OptionError(f"--config {path}: {key}: takes one value, not a list")

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class ServeOptions:
     access_log: bool = False
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None  # clients must show a certificate that one of these has signed
+    origins: tuple[str, ...] = ()  # web origins that browsers may call from
     version: str = ""
     log_stats_s: float = 0.0  # seconds between two reports in the log; 0: none
 
@@ -221,7 +224,7 @@ class HttpServer:
 
     def _uvicorn_config(self) -> uvicorn.Config:
         config = uvicorn.Config(
-            make_app(self._service, self._options.keys, self._options.version),
+            make_app(self._service, self._options.keys, self._options.version, self._options.origins),
             http="h11",  # httptools lets headers of any size through
             h11_max_incomplete_event_size=self._service.limits.max_header_bytes,
             ws="none",
@@ -234,6 +237,8 @@ class HttpServer:
             timeout_graceful_shutdown=2,
             ssl_certfile=self._options.ssl_certfile,
             ssl_keyfile=self._options.ssl_keyfile,
+            ssl_ca_certs=self._options.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if self._options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
         )
         if self._options.access_log:
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)

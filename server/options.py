@@ -70,6 +70,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     queue_help = "requests that may wait; one more gets 503 (default 1024)"
     group.add_argument("--max-num-queued-reqs", "--max-queued-requests", dest="max_num_queued_reqs", type=int, metavar="N", help=queue_help)
+    tokens_help = "prompt tokens that may wait; a request that would add to more gets 503 (default: no limit)"
+    group.add_argument("--max-num-queued-tokens", dest="max_num_queued_tokens", type=int, metavar="N", help=tokens_help)
     deadline_help = "seconds that a step may take; after that the engine counts as hung and the server exits with 1 (default 120)"
     group.add_argument("--watchdog-timeout", dest="watchdog_timeout", type=float, metavar="S", help=deadline_help)
     policy_help = "who is served first: fcfs (default), or priority: a request's `priority`, the lowest first"
@@ -200,6 +202,7 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
         "block_size": args.block_size,
         "num_pages": args.num_pages,
         "max_num_queued_reqs": args.max_num_queued_reqs,
+        "max_num_queued_tokens": args.max_num_queued_tokens,
         "step_deadline_s": args.watchdog_timeout,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "cudagraph_capture_sizes": args.cudagraph_capture_sizes,

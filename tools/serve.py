@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ from runtime import __version__
 from runtime.env import load_env
 from runtime.trace import StepTrace
 from server.config_file import parse_with_config
+from server.habits import add_habits
 from server.lifecycle import HttpServer, ServeOptions
 from server.limits import Limits
 from server.metrics import PREFIXES, Metrics
@@ -77,6 +80,9 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--api-key-file", type=Path, metavar="PATH", help="more keys, one a line")
     group.add_argument("--ssl-certfile", metavar="PATH", help="serve TLS with this certificate")
     group.add_argument("--ssl-keyfile", metavar="PATH", help="its key")
+    group.add_argument("--ssl-ca-certs", metavar="PATH", help="ask clients for a certificate of these authorities")
+    origins_help = "web pages that may call the server from a browser, '*' for all; repeatable (default none)"
+    group.add_argument("--allowed-origins", action="append", default=[], metavar="ORIGIN", help=origins_help)
     drain_help = "seconds that requests under way have on SIGTERM (default 60)"
     group.add_argument("--shutdown-timeout", type=float, default=60.0, metavar="S", help=drain_help)
     beat_help = "silence after which a stream gets a comment (default 15)"
@@ -92,11 +98,13 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("observation")
     log_help = "seconds between two lines about throughput, queue, cache and speculation in the log; 0 for none (default 10)"
     group.add_argument("--log-stats-interval", type=float, default=10.0, metavar="S", help=log_help)
+    group.add_argument("--disable-log-stats", dest="log_stats_interval", action="store_const", const=0.0, help="the same as 0")
     trace_help = "write every step and its stages there, for ui.perfetto.dev (250 MB at most)"
     group.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
     group.add_argument("--metrics-prefix", choices=sorted(PREFIXES), default="both", help="names in /metrics (default both)")
     detail_help = "metrics.speculative_decoding in answers with usage"
     group.add_argument("--per-request-spec-decode-metrics", choices=("none", "summary", "detailed"), default="none", help=detail_help)
+    add_habits(parser)
     return parser
 
 
@@ -127,6 +135,18 @@ def read_keys(args: argparse.Namespace) -> tuple[str, ...]:
     if any(not key.strip() for key in keys):
         raise OptionError("--api-key: blank; leave it out to serve without a key")
     return tuple(keys)
+
+
+def origins_of(given: list[str]) -> tuple[str, ...]:
+    """--allowed-origins as single words or as vLLM's JSON list. Raises OptionError for what is no origin."""
+    origins: list[str] = []
+    for text in given:
+        found = json.loads(text) if text.startswith("[") else [text]
+        origins += found
+    for origin in origins:
+        if not isinstance(origin, str) or not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+            raise OptionError(f"--allowed-origins: {origin!r} is neither '*' nor like https://example.org")
+    return tuple(origins)
 
 
 def announce(loaded: Loaded, url: str, keys: tuple[str, ...]) -> None:
@@ -168,6 +188,8 @@ def serve(args: argparse.Namespace) -> int:
         access_log=args.access_log,
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        origins=origins_of(args.allowed_origins),
         version=__version__,
         log_stats_s=args.log_stats_interval,
     )

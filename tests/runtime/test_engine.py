@@ -250,3 +250,18 @@ def test_stats_tell_the_stages() -> None:
     assert stats.accepted_per_position == [3, 3] and stats.rows == 2 + stats.drafts + stats.draft_tokens
     stats.finished["stop"] = 99
     assert engine.stats().finished["stop"] == 0, "a copy"
+
+
+def test_waiting_prompts_have_an_end_in_tokens() -> None:
+    engine = make_engine(ScriptedExecutor(), max_num_seqs=1, max_num_queued_tokens=10)
+    engine.submit(make_request("long", [3] * 40, max_tokens=20, ignore_eos=True))
+    with pytest.raises(QueueFull, match="40 prompt tokens wait, and 1 more are above the limit of 10"):
+        engine.submit(make_request("a", [3], max_tokens=2))
+    engine.step()
+    for name, size in (("b", 6), ("c", 4)):
+        engine.submit(make_request(name, [4] * size, max_tokens=2))
+    with pytest.raises(QueueFull, match="10 prompt tokens wait, and 1 more"):
+        engine.submit(make_request("d", [3], max_tokens=2))
+    assert engine.stats().rejected == 2
+    step_until(engine, lambda: not engine._open)
+    engine.submit(make_request("e", [3], max_tokens=2))

@@ -122,3 +122,18 @@ def test_a_half_sent_request_holds_nothing(running: Any) -> None:
     while running.service.requests_in_flight and time.monotonic() < end:
         time.sleep(0.01)
     assert running.service.requests_in_flight == 0
+
+
+def test_a_browser_may_call_from_the_origins_named_and_needs_the_key_all_the_same(start_server: Any) -> None:
+    server = start_server(keys=("one",), origins=("https://a.org",))
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for origin, allowed in (("https://a.org", "https://a.org"), ("https://b.org", None)):
+        preflight = server.client.open("OPTIONS", "/v1/completions", headers={"origin": origin, **asks})
+        assert preflight.headers.get("access-control-allow-origin") == allowed
+        assert preflight.headers.get("access-control-allow-credentials") is None
+        whole = server.client.open("POST", "/v1/completions", {"prompt": "a"}, {"origin": origin, "authorization": "Bearer one"})
+        assert whole.status == 200 and whole.headers.get("access-control-allow-origin") == allowed
+        assert server.client.open("POST", "/v1/completions", {"prompt": "a"}, {"origin": origin}).status == 401
+    plain = start_server()
+    answer = plain.client.open("POST", "/v1/completions", {"prompt": "a"}, {"origin": "https://a.org"})
+    assert answer.headers.get("access-control-allow-origin") is None, "off unless asked for"

@@ -47,7 +47,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("max-num-seq: 3", "did you mean max-num-seqs?"),
-        ("quantization: fp8", "'quantization' is not an option"),
+        ("kv-connector: x", "'kv-connector' is not an option"),
         ("config: other.yaml", "'config' is not an option"),
         ("port: [1, 2]", "port: takes one value"),
         ("access-log: 7", "access-log: want true or false, not 7"),
