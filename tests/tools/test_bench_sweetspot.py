@@ -1,0 +1,91 @@
+"""The sweep on a tiny model, and steps whose text is a recorded one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model.tiny import make_tiny
+from runtime import measure
+from runtime.config import SpeculativeConfig
+from runtime.curve import CostCurve
+from runtime.speculate import NoSpeculation, TreeSpeculation
+from runtime.types import DraftLogits
+from tests.language import make_request, scattered
+from tests.scripted import ScriptedExecutor, make_engine, run_all
+from tools import bench_sweetspot
+from tools.plot import read_sweetspot
+from tools.replay import States, grow_states
+from tools.replayed import ReplayedText
+
+FIELDS = {"curve", "streams", "policy", "tok_s", "nodes_per_stream", "accepted_per_step", "M"}
+
+
+def some_states(count: int = 300, depth: int = 7, choices: int = 4) -> States:
+    """One text of random tokens; the drafter's first choice is right two times in three."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(4, 90, count + depth)
+    truth = np.stack([text[i : i + depth] for i in range(count)])
+    ids = rng.permuted(np.tile(np.arange(90, 97), (count, depth, 1)), axis=2)[:, :, :choices].astype(np.int32)
+    right = rng.random((count, depth)) < 2 / 3
+    ids[:, :, 0] = np.where(right, truth, ids[:, :, 0])
+    logp = np.tile(np.log([0.6, 0.2, 0.1, 0.05]), (count, depth, 1)).astype(np.float32)
+    return States(DraftLogits(ids, logp), truth, np.full(count, count))
+
+
+def test_the_text_and_what_is_accepted_are_the_record() -> None:
+    states = some_states()
+    inner = ScriptedExecutor(guess=scattered(3), num_pages=200, max_rows=64)
+    run = ReplayedText(inner, states)
+    grown = grow_states(states, 5)
+    made = make_engine(run, speculator=TreeSpeculation(run, SpeculativeConfig(method="ddtree", tree_budget=5)), enable_prefix_caching=False)
+    requests = [make_request(f"r{i}", [1, 2, 3 + i], seed=i, max_tokens=40, ignore_eos=True) for i in range(3)]
+    got = run_all(made, requests)
+    for request in requests:
+        emissions = got[request.id]
+        first = run.state(request.seed, 2)
+        written = [token for emission in emissions for token in emission.tokens]
+        assert written == states.truth[(first + np.arange(40)) % len(states), 0].tolist()
+        at = (first + 1) % len(states)
+        for emission in emissions[1:-3]:
+            assert emission.accepted == int(grown.accepted(np.array([at]), 5)[0]) and emission.drafted == 5
+            at = (at + emission.accepted + 1) % len(states)
+    assert sum(e.accepted or 0 for e in got["r0"]) > 10, "some of it is right"
+    assert inner.drafts and inner.steps, "every step and draft was run"
+    plain = make_engine(ReplayedText(ScriptedExecutor(num_pages=200, max_rows=64), states), speculator=NoSpeculation())
+    assert [t for e in run_all(plain, requests)["r1"] for t in e.tokens] == [t for e in got["r1"] for t in e.tokens]
+
+
+def test_foreign_tokens_are_refused() -> None:
+    states = some_states()
+    states.truth[5, 5] = 97
+    with pytest.raises(ValueError, match="token 97 is outside the model's vocabulary of 97"):
+        ReplayedText(ScriptedExecutor(guess=scattered(3)), states)
+
+
+def test_the_command_measures_every_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "BUDGET_S", 0.2)
+    monkeypatch.setattr(bench_sweetspot, "MOST_PROMPT", 10_000)
+    model, out, prompts = make_tiny(tmp_path / "tiny"), tmp_path / "s.jsonl", tmp_path / "p.txt"
+    prompts.write_text("abc\nde\n")
+    out.write_text(json.dumps({"curve": "other"}) + "\n")
+    common = [str(model), "--curve", "tiny", "--curves", str(tmp_path), "--out", str(out), "--prompts", str(prompts), "--repeats", "2"]
+    argv = [*common, "--streams", "1", "3", "--seconds", "0.05", "--policies", "plain", "chain", "tree:2", "tree:5", "auto"]
+    assert bench_sweetspot.main(argv) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines[0] == {"curve": "other"} and len(lines) == 1 + 2 * 6, "five policies and the best tree, at two numbers of streams"
+    for line in lines[1:]:
+        assert set(line) >= FIELDS and line["simulated"] is False and line["tok_s"] > 0 and line["steps"] > 0
+        assert line["M"] >= line["streams"] * 0.99
+    by = {(line["streams"], line["policy"], line.get("budget")): line for line in lines[1:]}
+    assert by[3, "plain", None]["nodes_per_stream"] == 0 == by[3, "plain", None]["drafted"]
+    assert 1.0 < by[3, "tree", 2]["nodes_per_stream"] <= 2.0 < by[3, "tree", 5]["nodes_per_stream"] <= 5.0
+    assert CostCurve.load(tmp_path / "tiny.json").key.model.startswith("tiny")
+    assert set(read_sweetspot(out, "tiny")[3]) == {"plain", "chain", "tree", "uniform", "auto"}
+    assert "auto ÷ best" in capsys.readouterr().out
+    assert bench_sweetspot.main([*common, "--policies", "tree"]) == 2
+    assert "policy 'tree' is none of plain, chain, tree:N, auto" in capsys.readouterr().err
