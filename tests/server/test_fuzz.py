@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.env import load_env
 from server.protocol import NOT_SERVED, ChatRequest, CompletionRequest
 
 INTS = st.integers(-(2**70), 2**70) | st.sampled_from([0, 1, -1, 2, 20, 21, 255, 256, 267, 268, 2**31, 2**63, 2**64])
@@ -31,7 +32,7 @@ MESSAGES = st.lists(
     max_size=4,
 )
 EXAMPLES = settings(
-    max_examples=250,
+    max_examples={1: 250, 2: 2000, 3: 7000}[load_env().test_level],
     deadline=5000,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
