@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from runtime.kernels_cu import all_reduce
 from runtime.kernels_cu._graph import ALLOWED, CapturedGraph, Interval, MappedMemory
 from runtime.kernels_cu.device import Runnable
@@ -46,9 +44,8 @@ class NcclGroup:
         from cupy.cuda import nccl
 
         self._nccl = nccl
-        mine = nccl.get_unique_id() if host.rank == 0 else (0,) * 128
-        shared = np.frombuffer(host.gather_bytes(np.array(mine, np.int8).tobytes())[0], np.int8)
-        self._comm = nccl.NcclCommunicator(host.world, tuple(shared.tolist()), host.rank)
+        mine = nccl.get_unique_id() if host.rank == 0 else bytes(128)
+        self._comm = nccl.NcclCommunicator(host.world, host.gather_bytes(mine)[0], host.rank)
 
     def all_reduce(self, address: int, count: int) -> Runnable:
         """Sums are NCCL's: bf16 at every hop, one order for all ranks, not the rank order."""
@@ -177,12 +174,11 @@ def time_us(stream: int, run: Runnable) -> float:
 def choose(times: Mapping[int, Mapping[str, float]]) -> Thresholds:
     """The most rows up to which one_shot is the fastest, and up to which it or two_shot is faster than large messages' way."""
     one = two = 0
+    one_leads = two_leads = True
     for rows, by_way in sorted(times.items()):
         best = min(by_way, key=lambda way: by_way[way])
-        if best == ONE and one == two:
-            one = two = rows
-        elif best != LARGE and two == max((r for r in times if r < rows), default=0):
-            two = rows
+        one_leads, two_leads = one_leads and best == ONE, two_leads and best != LARGE
+        one, two = rows if one_leads else one, rows if two_leads else two
     return Thresholds(one, two)
 
 
