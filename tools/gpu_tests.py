@@ -52,12 +52,13 @@ def kernels_digest() -> str:
     return h.hexdigest()[:12]
 
 
-def run(paths: list[str], where: Path, commit: str) -> int:
+def run(paths: list[str], where: Path, commit: str, workers: int) -> int:
     """Pytest's exit status; a record of every file is appended to `where`."""
     import pytest
 
     outcomes = Outcomes()
-    status = int(pytest.main(["-q", "-m", "gpu or multi_gpu", "-p", "no:cacheprovider", *paths], plugins=[outcomes]))
+    spread = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+    status = int(pytest.main(["-q", "-m", "gpu or multi_gpu", "-p", "no:cacheprovider", *spread, *paths], plugins=[outcomes]))
     made = provenance(commit) | {"kernels": kernels_digest()}
     where.parent.mkdir(parents=True, exist_ok=True)
     with where.open("a") as file:
@@ -82,10 +83,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=["tests"], help="test files; all by default")
     parser.add_argument("--json", type=Path, default=RECORDS, help="where records are appended")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU (pytest-xdist): kernels compile side by side")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     parser.add_argument("--check", action="store_true", help="print the records and what has changed since")
     options = parser.parse_args(arguments)
-    return check(options.json) if options.check else run(options.paths, options.json, options.commit)
+    return check(options.json) if options.check else run(options.paths, options.json, options.commit, options.workers)
 
 
 if __name__ == "__main__":
