@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -16,7 +17,12 @@ from typing import Any
 
 import pytest
 
+from tests.scripted import Language, ScriptedExecutor, scattered
+from tests.server import test_faults
+from tests.server.test_faults import VOCAB, body_of
+
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+serve = test_faults.serve
 pytestmark = pytest.mark.skipif(not (DRIVER and BROWSER), reason="no Chromium with its driver")
 
 
@@ -88,6 +94,42 @@ def test_the_page_shows_a_server_at_work(browser: Browser, start_server: Any, tm
     assert f"{server.url}/dashboard.json" in urls and not outside, "the page asks nobody else"
     server.server.stop()
     asked.join(20)
+
+
+@pytest.fixture
+def drafting(serve: Any) -> Any:
+    """A server over the real engine: trees from a scripted drafter, 5.5 of 8 experts a layer, a quick step for each row count."""
+    run = ScriptedExecutor(Language(VOCAB), num_pages=512, guess=scattered(3), delay_s=0.005)
+    run.limits = dataclasses.replace(run.limits, experts=8)
+    step = run.step
+    run.step = lambda plan: dataclasses.replace(step(plan), experts=5.5)  # type: ignore[method-assign]
+    return serve(run, speculative={"tree_budget": 6})
+
+
+def test_the_page_shows_speculation_experts_and_the_threshold(browser: Browser, drafting: Any, tmp_path: Path) -> None:
+    bodies = [body_of(100 + i, 450, stream=False) for i in range(6)]
+    asked = [threading.Thread(target=drafting.client.post, args=("/v1/completions", body)) for body in bodies]
+    browser.session("POST", "/url", {"url": f"{drafting.url}/dashboard"})
+    for thread in asked:
+        thread.start()
+    end, shown = time.monotonic() + 15, ""
+    while "5.5 of 8 experts a layer" not in shown and time.monotonic() < end:
+        time.sleep(0.1)
+        shown = browser.text("step-note")
+    assert shown == "5.5 of 8 experts a layer"
+    for thread in asked:
+        thread.join(30)
+    figures = drafting.client.get("/dashboard.json")[1]
+    while browser.run("return history[history.length - 1].steps") < figures["steps"] and time.monotonic() < end + 15:
+        time.sleep(0.1)
+    bars = {
+        id: browser.run(f"return document.querySelectorAll('#{id} rect').length") for id in ("depth-chart", "bucket-chart", "stage-chart")
+    }
+    assert bars == {"depth-chart": len(figures["accepted_per_position"]), "bucket-chart": len(figures["buckets"]), "stage-chart": 6}
+    assert figures["threshold"] is not None, "every step takes the same time here: further rows are free"
+    assert browser.text("threshold").startswith(f"Further rows are cheap from M {figures['threshold']} on")
+    (tmp_path / "dashboard.png").write_bytes(base64.b64decode(browser.session("GET", "/screenshot")))
+    assert not [entry for entry in browser.log("browser") if entry["level"] == "SEVERE" and "favicon" not in entry["message"]]
 
 
 def test_the_page_says_when_the_server_is_gone(browser: Browser, start_server: Any) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from model.chat_template import ChatTemplate
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.engine import Engine
-from runtime.speculate import NoSpeculation
+from runtime.speculate import make_speculator
 from runtime.stream import TextStream
 from runtime.types import Emission, Request, StepPlan
 from server.lifecycle import HttpServer, ServeOptions
@@ -31,14 +31,14 @@ VOCAB = 264
 Serve = Callable[..., Running]
 
 
-def make_engine(executor: ScriptedExecutor, **config: Any) -> Engine:
+def make_engine(executor: ScriptedExecutor, speculative: Any = None, **config: Any) -> Engine:
     tokenizer, limits = make_tokenizer(), executor.limits
     chosen = EngineConfig(**{"max_num_seqs": 16, "max_num_batched_tokens": limits.max_rows, "block_size": limits.page_size, **config})
     return Engine(
         executor,
         chosen,
         lambda params: TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids),
-        NoSpeculation(),
+        make_speculator(executor, SpeculativeConfig.parse(speculative)),
     )
 
 
