@@ -1,0 +1,186 @@
+"""The CUDA worker on a GPU: graph = eager, dead rows, speculation, memory, many streams.
+
+    python -m pytest -q -m gpu tests/runtime/graph
+
+No record exists yet: the worker is unverified on a GPU until these have passed on one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runtime import sampling
+from runtime.config import SpeculativeConfig
+from runtime.graph.driver import Listed
+from runtime.graph.probe import Probe
+from runtime.plan import pack_draft, pack_plan
+from runtime.speculate import NoSpeculation, TreeSpeculation
+from runtime.types import SamplingParams
+from tests.compare import check_bitwise
+from tests.device_plans import poison
+from tests.plans import make_plan, page_table
+from tests.runtime.graph.device_worlds import DeviceWorld, open_world, places, requests_for, row_in_company, state
+from tests.worlds import Got, run
+
+pytestmark = pytest.mark.gpu
+GAP = 0.15  # of two scores at which another order of sums may choose the other token; measured differences of logits stay below 0.1
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def world() -> DeviceWorld:
+    return open_world()
+
+
+@pytest.fixture(scope="module")
+def invariant() -> DeviceWorld:
+    return open_world((1, 2, 8, 16, 24, 64, 128, 256), batch_invariant=True)
+
+
+def put(world: DeviceWorld, program, probe: Probe, live: int) -> None:
+    """A plan of `live` rows, taps or streams for a program to read."""
+    worker = world.worker
+    number = worker._next()
+    if program.kind == "step":
+        pack_plan(probe.step(live, min(program.out_rows, live)), worker._layout, worker._plan.blob.host)
+        worker._plan.set_number(number)
+    else:
+        plan = probe.draft(0, live) if program.kind == "context" else probe.draft(live, 0)
+        pack_draft(plan, worker._draft_layout, worker._draft_plan.blob.host)
+        worker._draft_plan.set_number(number)
+
+
+def results_of(world: DeviceWorld, program, live: int) -> dict[str, np.ndarray]:
+    depth = world.worker.limits.draft_depth
+    world.worker.driver.device.synchronize()
+    assert world.worker.driver.failure() is None
+    rows = {"step": min(program.out_rows, live), "block": live * depth, "context": 0}[program.kind]
+    found = state(world.worker, program, rows)
+    if program.kind == "step":
+        found["taps"] = world.worker.host(program.arrays["taps"])[:live]
+    return found
+
+
+@pytest.fixture(scope="module")
+def probe(world) -> Probe:
+    return Probe(8, 200, world.worker.limits.vocab_size, world.worker.limits.num_pages, 64)
+
+
+def test_a_graph_is_the_eager_launches_bit_for_bit(world, probe):
+    """Every program, full: steps of every bucket and variant, contexts, blocks."""
+    for program in world.worker.programs():
+        eager = Listed([record.run for record in program.records], world.worker.driver.device.stream)
+        put(world, program, probe, program.rows)
+        eager.launch()
+        want = results_of(world, program, program.rows)
+        assert program.captured and sum(program.graph.nodes.values()) >= len(program.records)
+        put(world, program, probe, program.rows)
+        program.graph.launch()
+        for name, got in results_of(world, program, program.rows).items():
+            check_bitwise(got, want[name], f"{program.name}: {name}")
+
+
+@pytest.mark.parametrize("value", [0xFF, 0x7E])
+def test_what_dead_rows_hold_changes_nothing(world, probe, value):
+    """Buckets half full, over buffers of NaN and of large numbers."""
+    for program in world.worker.programs():
+        live = program.rows // 2 + program.rows % 2
+        put(world, program, probe, live)
+        program.graph.launch()
+        want = results_of(world, program, live)
+        poison(world.worker.backend, ("taps",) if program.kind != "step" else (), value)
+        put(world, program, probe, live)
+        program.graph.launch()
+        for name, got in results_of(world, program, live).items():
+            check_bitwise(got, want[name], f"{program.name}: {name}")
+
+
+def score_gap(got: Got, want: Got, place: int, seed: int, pos: int, temperature: float) -> float:
+    """By how much the token that was drawn at a place beat the other one, on the want side: logits at temperature 0."""
+    truth = want.logprobs[place]
+    logp = dict(zip(truth.rank_ids, truth.rank_logprobs, strict=True)) | {truth.token: truth.logprob}
+    mine, theirs = got.tokens[place], want.tokens[place]
+    if mine not in logp:
+        return np.inf
+    if not temperature:
+        return abs(logp[theirs] - logp[mine])
+    noise = temperature * (log_noise(seed, pos, theirs) - log_noise(seed, pos, mine))
+    return abs(logp[theirs] - logp[mine] - noise)
+
+
+def log_noise(seed: int, pos: int, token: int) -> float:
+    """log E of a token's draw, as runtime/sampling.py keys it."""
+    counter, key = np.array([[token // 4], [pos], [0], [sampling.TOKEN_DRAW]], np.uint32), np.array([[seed], [0]], np.uint32)
+    return float(np.log(sampling._exponential(sampling.philox(counter, key)[token % 4])[0]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_changes_no_text_but_near_ties(world, temperature):
+    params = SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=20)
+    prompts = world.prompts(200)
+    requests = requests_for(prompts, params)
+    want = run(world.engine(NoSpeculation()), requests)
+    trees = TreeSpeculation(world.worker, SpeculativeConfig(tree_budget=16))
+    got = run(world.engine(trees), requests)
+    other = []
+    for request in requests:
+        mine, theirs = got[request.id], want[request.id]
+        if mine.tokens == theirs.tokens:
+            continue
+        place = next(i for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=False)) if a != b)
+        gap = score_gap(mine, theirs, place, request.seed, len(request.prompt) + place, temperature)
+        assert gap < GAP, f"prompt {request.id}: token {place} differs at a gap of {gap:.3f}"
+        other.append(request.id)
+    assert len(other) <= 20, f"{len(other)} of 200 texts differ at near-ties"
+    assert sum(g.accepted for g in got.values()) > 0.1 * sum(len(g.tokens) for g in want.values())
+
+
+def test_many_streams_and_no_memory_kept(world):
+    """64 streams at once, again and again: the same free memory, every page given back, one number of graphs."""
+    params = SamplingParams(temperature=0.7, max_tokens=TOKENS)
+    trees = TreeSpeculation(world.worker, SpeculativeConfig(tree_budget=8))
+    engine = world.engine(trees)
+    prompts = world.prompts(192)
+    run(engine, requests_for(prompts[:64], params))
+    before, arena = world.worker.driver.free_bytes(), world.worker.backend.arena.nbytes
+    for first in (0, 64, 128):
+        got = run(engine, [replace(r, id=f"{first}-{r.id}") for r in requests_for(prompts[first : first + 64], params)])
+        assert all(g.finish in ("length", "stop") for g in got.values())
+    assert world.worker.driver.free_bytes() == before and world.worker.backend.arena.nbytes == arena
+    assert engine.stats().pages_used == 0
+
+
+def bits(world: DeviceWorld, rows: int, offset: int, ctx: int, pages: np.ndarray) -> np.ndarray:
+    rng = np.random.default_rng(rows * 1000 + offset)
+    plan, at = row_in_company(rng, world.worker.limits.vocab_size, 77, ctx, pages, rows, offset)
+    world.worker.step(plan)
+    program = world.worker._steps.find(rows, rows)
+    return world.worker.host(program.arrays["logits"])[at]
+
+
+def test_an_invariant_rows_bits_are_its_own(invariant):
+    """One token after 150, in every bucket to 256, at several offsets, with and without company."""
+    ctx, pages = 150, page_table(3, 8)
+    rng = np.random.default_rng(3)
+    chunk = rng.integers(0, invariant.worker.limits.vocab_size, ctx).tolist()
+    invariant.worker.step(make_plan([chunk], [list(range(-1, ctx - 1))], [0], pages[:1], page=64))
+    want = bits(invariant, 1, 0, ctx, pages)
+    assert np.isfinite(want).all()
+    for rows in invariant.worker.sizes[1:]:
+        for offset in places(rows):
+            check_bitwise(bits(invariant, rows, offset, ctx, pages), want, f"{rows} rows, offset {offset}")
+
+
+def test_mutation_other_tokens_have_other_bits(invariant):
+    ctx, pages = 150, page_table(3, 8)
+    plan, _ = row_in_company(np.random.default_rng(1), invariant.worker.limits.vocab_size, 77, ctx, pages, 8, 3)
+    found = []
+    for token in (77, 78):
+        changed = plan.token.copy()
+        changed[3] = token
+        invariant.worker.step(replace(plan, token=changed))
+        found.append(invariant.worker.host(invariant.worker._steps.find(8, 8).arrays["logits"])[3])
+    assert not np.array_equal(*found)
