@@ -23,20 +23,15 @@ def offences(source: str, where: str) -> list[str]:
             name = node.func.id if isinstance(node.func, ast.Name) else None
             attribute = node.func.attr if isinstance(node.func, ast.Attribute) else None
             module = node.func.value.id if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) else None
-            if (
-                name in CALLS
-                or (module == "yaml" and attribute not in ("safe_load", "safe_dump"))
-                or (module, attribute) == ("torch", "load")
-            ):
+            if name in CALLS or (module == "yaml" and attribute not in ("safe_load", "safe_dump")):
                 found.append(f"{where}:{node.lineno}: {name or f'{module}.{attribute}'}(…)")
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            safe = given.get("weights_only")
-            if (module, attribute) == ("torch", "load") and not (isinstance(safe, ast.Constant) and safe.value is True):
-                found.append(f"{where}:{node.lineno}: torch.load without weights_only")
             for keyword in node.keywords:
                 yes = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
                 if keyword.arg in ("allow_pickle", "trust_remote_code") and yes:
                     found.append(f"{where}:{node.lineno}: {keyword.arg}=True")
+                no = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg == "weights_only" and no:  # torch.load's default is True since 2.6, the least that the extra takes
+                    found.append(f"{where}:{node.lineno}: weights_only=False")
                 if keyword.arg == "shell" and yes:
                     found.append(f"{where}:{node.lineno}: shell=True")
     return found
@@ -61,11 +56,13 @@ def test_each_kind_is_found() -> None:
         "exec(x)",
         "np.load(p, allow_pickle=True)",
         "yaml.load(x)",
-        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
         "AutoModel.from_pretrained(p, trust_remote_code=True)",
         "subprocess.run(x, shell=True)",
         "__import__(name)",
     ]
     assert all(len(offences(line, "x")) == 1 for line in lines)
-    harmless = "torch.load(x, weights_only=True)\nimport json\nyaml.safe_load(x)\nnp.load(p, allow_pickle=False)\nre.compile('a')\ngrammars.compile(x)\nmodel.eval()"
+    harmless = (
+        "import json\nyaml.safe_load(x)\nnp.load(p, allow_pickle=False)\nre.compile('a')\ngrammars.compile(x)\nmodel.eval()\ntorch.load(x)"
+    )
     assert offences(harmless, "x") == []
