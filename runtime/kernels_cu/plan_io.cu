@@ -14,6 +14,7 @@
 // Only what kernels read without asking for a count has a dead tail: seq, slot, ctx ... get their `fill` to the bucket's end,
 // ancestor words beyond the plan's are zero. All else beyond the live part keeps what earlier steps left there.
 #include "prim/exact.cuh"
+#include "prim/host.cuh"
 #include "prim/pipeline.cuh"
 
 using namespace prim;

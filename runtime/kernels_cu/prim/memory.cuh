@@ -58,19 +58,6 @@ __device__ __forceinline__ uint4 ldg128_cg(const void* p) {
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-// What the host wrote to mapped memory before this launch, past every cache. PTX ISA, "ld.volatile".
-__device__ __forceinline__ uint4 ldg128_host(const void* p) {
-  uint4 v;
-  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint32_t ldg32_host(const void* p) {
-  uint32_t v;
-  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-// A word that the host polls: whoever sees it sees all that this block wrote before its last barrier. PTX ISA, "st.release".
-__device__ __forceinline__ void store_release_host(uint32_t* p, uint32_t v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 // The largest or smallest of the warp's 32 numbers. PTX ISA, "redux.sync" (sm_80).
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
   uint32_t r;
@@ -118,9 +105,6 @@ inline void wait_count(const int* p, int least) {
   while (load_acquire(p) < least) spin_pause();
 }
 inline uint4 ldg128_cg(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
-inline uint4 ldg128_host(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
-inline uint32_t ldg32_host(const void* p) { return *(const volatile uint32_t*)p; }
-inline void store_release_host(uint32_t* p, uint32_t v) { *(volatile uint32_t*)p = v; }
 #endif
 
 // Bits whose unsigned order is the order of floats.
