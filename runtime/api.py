@@ -81,6 +81,7 @@ def load(
     backend: str = "auto",
     dtype: str = "auto",
     tensor_parallel_size: int = 1,
+    distributed_executor: str = "local",
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int | None = None,
@@ -105,8 +106,11 @@ def load(
     model (num_hidden_layers). backend "auto" takes a GPU where there is one. cudagraph_capture_sizes: the M of its steps (None: 1
     to 1,024); batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do). scheduling_policy "priority":
     lower priorities first. tpot_target_ms: admission and prompt chunks hold the mean time of an output token to it (runtime/pace.py).
+    distributed_executor: who starts the ranks beside the first, "local" or "ray" (runtime/ray_ranks.py).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
+    if distributed_executor not in loading.DISTRIBUTED:
+        raise ValueError(f"distributed_executor: {distributed_executor!r} is not one of {', '.join(loading.DISTRIBUTED)}")
     if dtype not in loading.DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
     choice = choose_backend(backend, dtype, tensor_parallel_size)
@@ -134,7 +138,9 @@ def load(
     config.check_speculation(speculative)
     config = loading.fit_config(config, source, activations, choice.backend)
     parts = _Parts(source, config, speculative, choice, activations, tensor_parallel_size, Tokenizer.load(source.path))
-    executor = loading.make_executor(source, config, speculative, activations, tensor_parallel_size, progress, choice.backend)
+    executor = loading.make_executor(
+        source, config, speculative, activations, tensor_parallel_size, progress, choice.backend, distributed_executor
+    )
     return _join(parts, executor, served_model_name, seed, progress)
 
 

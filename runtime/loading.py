@@ -36,6 +36,7 @@ from runtime.kernels_np.rows import ROW_TILE
 from runtime.load_config import FROM_FILES, LoadConfig
 from runtime.plan import DraftLayout, PlanLayout
 from runtime.processes import Meeting, ProcessRanks
+from runtime.ray_ranks import RayPeers
 from runtime.shared_comm import SharedComm
 from runtime.spawn import RankJob, SpawnedPeers
 from runtime.types import SamplingParams
@@ -45,6 +46,7 @@ DEMO = Path(__file__).parent.parent / "model" / "demo"
 CONFIGS = DEMO.parent / "configs"
 CACHE_BYTES = 1 << 30  # host memory for cache pages unless num_pages says otherwise
 HOST_BATCHED_TOKENS = 512  # attention scores of a chunk take 512 x 4096 x 8 heads x 4 B = 67 MB here
+DISTRIBUTED = ("local", "ray")
 SPIN_S = 0.05  # a GPU's rank spins for its next plan that long before it yields: steps take less
 DRAFT_TOP_K = 16  # deeper ranks do not enter trees of 64 nodes (speculation: ports cap at 8 to 16 without visible loss)
 DTYPES = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
@@ -160,14 +162,16 @@ def make_executor(
     tp: int,
     progress: Callable[[str], None] = lambda _: None,
     backend: str = "numpy",
+    distributed: str = "local",
 ) -> Executor:
-    """Loads the weights once per rank and returns what runs plans: this process, or it and `tp` - 1 others."""
+    """Loads the weights once per rank and returns what runs plans: this process, or it and `tp` - 1 others, started by `distributed`."""
     source.target.check_tp(tp)
     if tp == 1:
         return make_rank(source, config, speculative, activations, backend, None, progress)
     jobs = [rank_job(source, config, speculative, activations, backend, rank, tp) for rank in range(1, tp)]
     make_own = partial(make_rank, source, config, speculative, activations, backend, progress=progress)
-    return ProcessRanks(meeting_of(source, config, speculative, backend, tp), SpawnedPeers(jobs), make_own)
+    peers = RayPeers(jobs) if distributed == "ray" else SpawnedPeers(jobs)
+    return ProcessRanks(meeting_of(source, config, speculative, backend, tp), peers, make_own)
 
 
 def make_rank(

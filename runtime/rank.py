@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 
 from runtime import loading
 from runtime.processes import follow
@@ -18,16 +17,20 @@ from runtime.spawn import READY, RankJob
 PR_SET_PDEATHSIG = 1
 
 
-def run(job: RankJob, ready: Callable[[], object]) -> None:
-    """Loads, calls ready(), follows rank 0 to the end. Raises what loading and the worker raise, and PeerLost."""
-    block = SharedBlock.open(job.block)
-    source = loading.open_source(job.model, job.speculative, job.weights)
-    meeting = loading.meeting_of(source, job.config, job.speculative, job.backend, job.world)
-    comm = meeting.comm(block, job.rank)
-    worker = loading.make_rank(source, job.config, job.speculative, job.activations, job.backend, comm)
-    ready()
-    follow(worker, meeting, block, job.rank)
-    worker.close()
+class Rank:
+    """A rank beside rank 0, loaded. Raises what loading raises."""
+
+    def __init__(self, job: RankJob) -> None:
+        self._number, self._block = job.rank, SharedBlock.open(job.block)
+        source = loading.open_source(job.model, job.speculative, job.weights)
+        self._meeting = loading.meeting_of(source, job.config, job.speculative, job.backend, job.world)
+        comm = self._meeting.comm(self._block, job.rank)
+        self._worker = loading.make_rank(source, job.config, job.speculative, job.activations, job.backend, comm)
+
+    def follow(self) -> None:
+        """Executes rank 0's plans until it says stop. Raises what the worker raises, and PeerLost."""
+        follow(self._worker, self._meeting, self._block, self._number)
+        self._worker.close()
 
 
 def die_with(parent: int) -> None:
@@ -44,7 +47,9 @@ def main(argv: list[str]) -> int:
     job = RankJob.from_json(sys.stdin.read())
     die_with(job.parent)
     try:
-        run(job, lambda: os.write(pipe, READY))
+        rank = Rank(job)
+        os.write(pipe, READY)
+        rank.follow()
     except Exception as error:
         if not isinstance(error, PeerLost):  # then the cause is another rank's to tell
             traceback.print_exc()

@@ -45,6 +45,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tensor-parallel-size", "-tp", "--tp-size", "--tp", dest="tensor_parallel_size", type=int, default=1, metavar="N", help=tp_help
     )
+    group.add_argument(
+        "--distributed-executor", default="local", choices=("local", "ray"), help="who starts the other ranks: this process or Ray"
+    )
     group.add_argument("--seed", type=int, default=0, help="of requests that bring none (default 0)")
 
     group = parser.add_argument_group(
@@ -195,6 +198,7 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
         "backend": args.backend,
         "dtype": args.dtype,
         "tensor_parallel_size": args.tensor_parallel_size,
+        "distributed_executor": args.distributed_executor,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
