@@ -72,7 +72,12 @@ sys.exit(tools.serve.main({argv!r}))
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"), [("raise RuntimeError('CUDA error: an illegal memory access was encountered')", 500), ("time.sleep(60)", 503)]
+    ("fault", "code"),
+    [
+        ("raise RuntimeError('CUDA error: an illegal memory access was encountered')", 500),
+        ("time.sleep(60)", 503),
+        ("time.sleep(0.01); return []", 503),  # steps finish, and nothing moves
+    ],
 )
 def test_a_dead_or_hanging_engine_ends_the_process_within_5_s(tiny: str, fault: str, code: int) -> None:
     argv = [tiny, "--port", "0", "--watchdog-timeout", "1", "--spec-method", "none"]
