@@ -152,15 +152,18 @@ class CudaWorker:
         ids, logp = (block.results.read(name, streams * depth).reshape(shape) for name in ("ids", "logp"))
         return DraftLogits(ids, logp)
 
-    def audit(self, probe: Probe, repeats: int = 20, measure: bool = True) -> Audit:
-        """What each program launches, moves and, if measured, takes when it is full.
+    def audit(self, probe: Probe, repeats: int = 20, measure: bool = True, sizes: Iterable[int] | None = None) -> Audit:
+        """What each program launches, moves and, if measured, takes when it is full. sizes: of these buckets alone, and drafts.
 
         Measuring writes into any page of the cache: not with requests open, and not before prefix hits are wanted.
         """
         self._settle()
         before = self.driver.free_bytes(), self.backend.arena.nbytes
         found = []
+        chosen = None if sizes is None else set(sizes)
         for program in self.programs():
+            if chosen is not None and program.kind != "block" and program.rows not in chosen:
+                continue
             if measure:
                 self._run(program, probe)
             known = probe.known(program.rows) if program.kind == "step" else {"keys": program.rows * probe.ctx}

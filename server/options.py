@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -163,25 +162,25 @@ def speculative_of(args: argparse.Namespace) -> dict[str, Any] | str | None:
             raise OptionError(f"--spec-method none together with {', '.join(name for name in used if name != '--spec-method')}")
         return None
     if method == "auto":
-        if len(used) == 0 and not has_drafter(model_of(args)):
+        if len(used) == 0 and not has_drafter(model_of(args), args.load_format == "dummy"):
             return None
         method = "ddtree"
     config = {"method": method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens, "tree_budget": args.tree_budget}
     return {name: value for name, value in config.items() if value is not None}
 
 
-def has_drafter(model: str) -> bool:
-    """Whether the model's folder holds a drafter."""
-    from runtime.loading import resolve
+def has_drafter(model: str, dummy: bool = False) -> bool:
+    """Whether the model's folder holds a drafter. dummy: as `runtime.loading.config_file`'s."""
+    from runtime.loading import config_file
 
-    return (resolve(model) / "drafter" / "config.json").is_file()
+    return (config_file(model, dummy).parent / "drafter" / "config.json").is_file()
 
 
-def layers_of(model: str) -> int | None:
+def layers_of(model: str, dummy: bool = False) -> int | None:
     """Layers that will be loaded, for a progress bar; None if the config does not say."""
-    from runtime.loading import resolve
+    from runtime.loading import config_file
 
-    config = json.loads(Path(resolve(model) / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(config_file(model, dummy).read_text(encoding="utf-8"))
     layers = (config.get("text_config") or config).get("num_hidden_layers")
     return layers if isinstance(layers, int) else None
 

@@ -166,7 +166,7 @@ def serve(args: argparse.Namespace) -> int:
     service = Service(
         Metrics(args.metrics_prefix), limits, args.per_request_spec_decode_metrics, REASONING_NAMES[args.reasoning_field], options=shown
     )
-    bar = LoadingBar(layers_of(model_of(args)))
+    bar = LoadingBar(layers_of(model_of(args), args.load_format == "dummy"))
 
     trace = None if args.trace is None else StepTrace(args.trace)
 
