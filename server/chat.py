@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ _OWN_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt")
 
 async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGIApp:
     """The response to a chat request. Raises ApiError for everything that is refused."""
-    loaded = service.ready(request.model)
+    loaded, arrived_s = service.ready(request.model), time.monotonic()
     usage_at_end, usage_always = check_stream_options(request)
     params = _sampling(request, loaded)
     check_tools(request)
@@ -47,7 +48,7 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> ASGI
     constraint = await constraint_of(service, loaded, request, fitted, in_reasoning)
     constraint = with_thinking_bound(loaded, request, in_reasoning, constraint)
     made = service.make_requests(loaded, answer_id, ids, fitted, request.cache_salt, "messages")
-    requests = [replace(one, constraint=constraint) for one in made]
+    requests = [replace(one, constraint=constraint, arrived_s=arrived_s) for one in made]
     first_call = next_call_index(request.messages)
     choices = [ChatChoice(fitted, loaded, in_reasoning, _calls(request, first_call)) for _ in requests]
     answer = Answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class CompletionChoice:
 
 async def complete(service: Service, request: CompletionRequest, receive: Receive) -> ASGIApp:
     """The response to a completion request. Raises ApiError for everything that is refused."""
-    loaded = service.ready(request.model)
+    loaded, arrived_s = service.ready(request.model), time.monotonic()
     usage_at_end, usage_always = check_stream_options(request)
     params = make_sampling(request, loaded.defaults, loaded.vocab_size, max_tokens=request.max_tokens, logprobs=request.logprobs)
     if request.echo and request.logprobs is not None:
@@ -68,7 +69,7 @@ async def complete(service: Service, request: CompletionRequest, receive: Receiv
         echoed = loaded.tokenizer.decode(ids.tolist(), skip_special_tokens=params.skip_special_tokens) if request.echo else ""
         for made in service.make_requests(loaded, f"{answer_id}-{p}", ids.tolist(), fitted, request.cache_salt, field):
             choices.append(CompletionChoice(len(requests), fitted, loaded, echoed))
-            requests.append(replace(made, constraint=constraint))
+            requests.append(replace(made, constraint=constraint, arrived_s=arrived_s))
     answer = Answer(
         id=answer_id,
         kind="text_completion",

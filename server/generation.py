@@ -62,7 +62,7 @@ class Generation:
         self._beating: asyncio.TimerHandle | None = None
         self._expiring: asyncio.TimerHandle | None = None
         now_s = self._heard_s = self._loop.time()
-        self.records = [ChoiceRecord(len(request.prompt), now_s) for request in requests]
+        self.records = [ChoiceRecord(len(request.prompt), now_s, request.arrived_s) for request in requests]
 
     def submit(self) -> None:
         """Hands every choice to the engine. All are admitted or none: a refusal aborts those before it and is raised on."""

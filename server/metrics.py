@@ -75,7 +75,7 @@ class Metrics:
         self._itl = self._histogram("inter_token_latency_seconds", "Between two deliveries of one choice.", _SECONDS)
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the end.", _SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "Arrival to a seat in the engine's steps.", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Submission to a seat in the engine's steps.", _SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "The seat to the first token.", _SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "First token to the last.", _SECONDS)
         self._inference = self._histogram("request_inference_time_seconds", "The seat to the last token.", _SECONDS)
@@ -136,12 +136,12 @@ class Metrics:
         if not emission.tokens:
             return
         if since_last_s is None:
-            self._ttft.observe(record.last_s - record.submitted_s)
+            self._ttft.observe(record.last_s - record.begun_s)
         else:
             self._itl.observe(since_last_s)
 
     def finished(self, record: ChoiceRecord, now_s: float) -> None:
-        self._e2e.observe(now_s - record.submitted_s)
+        self._e2e.observe(now_s - record.begun_s)
         self._prompt.observe(record.prompt_tokens)
         self._generated.observe(record.completion_tokens)
         if record.admitted_s:

@@ -19,6 +19,7 @@ class ChoiceRecord:
 
     prompt_tokens: int
     submitted_s: float
+    arrived_s: float = 0.0  # when its request came, before it was encoded and its grammar compiled; 0: as submitted_s
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
@@ -30,6 +31,10 @@ class ChoiceRecord:
     drafted: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # of accepted nodes among their siblings, 0 the likeliest
     experts: list[float] = field(default_factory=list)  # distinct ones that a layer hit, of each step that counted them
+
+    @property
+    def begun_s(self) -> float:
+        return self.arrived_s or self.submitted_s
 
     def observe(self, emission: Emission, now_s: float) -> None:
         self.completion_tokens += len(emission.tokens)

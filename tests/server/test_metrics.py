@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -121,9 +122,9 @@ def test_times_are_observed_once_a_choice(start_server: Any) -> None:
 
 
 def test_times_of_a_request_add_up() -> None:
-    """Arrived at 10, a seat at 12, first token at 15, last at 21."""
+    """Arrived at 9, encoded and submitted at 10, a seat at 12, first token at 15, last at 21."""
     metrics = watched("both")
-    made = ChoiceRecord(prompt_tokens=30, submitted_s=10.0)
+    made = ChoiceRecord(prompt_tokens=30, submitted_s=10.0, arrived_s=9.0)
     for at, tokens in ((15.0, (1,)), (18.0, (1, 2)), (21.0, (1, 2, 3))):
         made.observe(Emission("x", tokens, "", cached_tokens=16, admitted_s=12.0), at)
     metrics.finished(made, 21.0)
@@ -139,6 +140,7 @@ def test_times_of_a_request_add_up() -> None:
     assert sums["vllm:request_prefill_kv_computed_tokens_sum"] == 14 and sums["vllm:request_max_num_generation_tokens_sum"] == 6
     assert sums["vllm:request_time_per_output_token_seconds_sum"] == 6.0 / 5
     counts = {name: values[0].value for name, values in samples(metrics.render()).items() if name.endswith("_count")}
+    assert sums["vllm:e2e_request_latency_seconds_sum"] == 12.0 + 20.0
     assert counts["vllm:e2e_request_latency_seconds_count"] == 2 and counts["vllm:request_queue_time_seconds_count"] == 1
 
 
@@ -150,3 +152,17 @@ def test_experts_and_the_threshold_are_shown() -> None:
     found = {name: values[0].value for name, values in samples(watched("runtime", stats).render()).items()}
     assert (found["runtime:experts_hit"], found["runtime:experts"], found["runtime:threshold_rows"]) == (4.5, 8, 2)
     assert found["runtime:step_experts_total"] == 4.5 * 30 and found["runtime:experts_counted_steps_total"] == 30
+
+
+def test_arrival_is_before_the_prompt_is_encoded(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server(lambda _: [[97], [256]])
+    encode = type(server.loaded.tokenizer).encode
+
+    def slow(self: Any, text: str) -> Any:
+        time.sleep(0.2)
+        return encode(self, text)
+
+    monkeypatch.setattr(type(server.loaded.tokenizer), "encode", slow)
+    server.client.complete()
+    assert server.client.metric("vllm:time_to_first_token_seconds_sum") > 0.2
+    assert server.client.metric("vllm:e2e_request_latency_seconds_sum") > 0.2
