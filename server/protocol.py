@@ -151,6 +151,11 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_routed_experts": ((False,), "ask for the count: --per-request-spec-decode-metrics"),
     "return_prompt_token_ids": ((False,), "use /tokenize"),
     "repetition_detection": ((), "use frequency_penalty"),
+    "reasoning_effort": ((), "only chat completions have reasoning"),
+    "thinking_token_budget": ((), "only chat completions have reasoning"),
+    "tools": (([],), "only chat completions call tools"),
+    "tool_choice": (("none",), "only chat completions call tools"),
+    "top_logprobs": ((0,), "logprobs is the number here; top_logprobs belongs to chat completions"),
     "audio": ((), "text is the only modality"),
     "modalities": ((["text"],), "text is the only modality"),
 }
