@@ -90,9 +90,8 @@ def _numbers(launches: int | None, moved: float, flops: float, floor_us: float, 
 def print_audit(audit: Audit, detail: bool) -> None:
     graphs = sum(program.captured for program in audit.programs)
     steady = "no memory was taken by replaying them" if audit.steady else "MEMORY WAS TAKEN by replaying them"
-    print(
-        f"{audit.gpu}: {len(audit.programs)} launches audited, {graphs} of them graphs; buffers {audit.arena_bytes / 1e6:.1f} MB; {steady}\n{HEADER}"
-    )
+    counted = f"{len(audit.programs)} launches audited, {graphs} of them graphs"
+    print(f"{audit.gpu}: {counted}; buffers {audit.arena_bytes / 1e6:.1f} MB; {steady}\n{HEADER}")
     for program in audit.programs:
         print(program_line(program))
         if detail:
