@@ -55,6 +55,8 @@ def workspace_bytes(dims: Dims, config: Config, blocks: int) -> dict[str, int]:
 
 def fill_params(dims: Dims, config: Config, at: Mapping[str, int], scale: float, blocks: int) -> tuple[PlanParams, Params]:
     """The kernels' arguments. at: address by name: q, cache, pages, ancestors, out, ctx, row0, seq and `workspace_bytes`."""
+    if config.pair and blocks % 2:
+        raise ValueError(f"{config}: pairs of blocks do not make {blocks}")
     tiles, room = most_tiles(dims, config), slot_room(dims, config, blocks)
     plan = PlanParams(
         at["ctx"], at["row0"], at["seq"], at["items"], at["count"], dims.M, dims.B, blocks, config.chunk, tiles + room, room

@@ -19,7 +19,7 @@
 // GPU-unverified: runs on the CPU shim, compiles for sm_90a without spills.
 // Sources: MLA arXiv 2405.04434, online softmax arXiv 2205.14135, FlashMLA's schedule (github.com/deepseek-ai/FlashMLA, docs), PTX ISA.
 #ifndef HEADS
-#error "build with -DHEADS= -DCAUSAL= -DPART_F32="
+#error "build with -DHEADS= -DCAUSAL= -DPART_F32= -DPAIR="
 #endif
 #define COLUMNS 64
 #define SLOTS 18
@@ -44,7 +44,11 @@ struct Walker {
   __device__ __forceinline__ smem_t tail(int at) const { return base + kTailAt + at; }
   __device__ __forceinline__ void release(const Cursor& at, int box, int boxes) const {
     __syncwarp();
+#if PAIR
+    if ((lane & 15) < boxes) bar_arrive_at(tail(kEmpty) + 8 * (at.slot + box + (lane & 15)), lane >> 4);
+#else
     if (lane < boxes) bar_arrive(tail(kEmpty) + 8 * (at.slot + box + lane));
+#endif
   }
   __device__ __forceinline__ void release_queries() const {
     __syncwarp();
@@ -141,7 +145,7 @@ struct Walker {
       sts_f32(tail(kMax) + (GROUP * kN + row) * 4, high[0]);
       sts_f32(tail(kMax) + (GROUP * kN + row + 8) * 4, high[1]);
     }
-    fence_async_proxy();
+    fence_async_shared();
     __syncwarp();
     if (lane == 0) bar_arrive(tail(kReady) + 8 * GROUP);
   }
@@ -182,9 +186,11 @@ struct Walker {
   }
   template <int GROUP> __device__ __forceinline__ void done(const Cursor& at) { release(at, 1 + 4 * GROUP, 4); }
 
+  // In a pair, a tile behind the item's end: as if all its keys were the step's own, after the last node.
+  __device__ __forceinline__ static int beyond(int j, int mine, int own) { return PAIR && j >= mine ? -(1 << 24) : own; }
+
   // Group 0: the scores of an even tile go in behind the product of the odd tile before it, which has other boxes.
-  __device__ __forceinline__ void walk_even(const Item& it, Cursor at) {
-    const int tiles = it.tiles;
+  __device__ __forceinline__ void walk_even(const Item& it, int tiles, int mine, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
 #pragma unroll 1
     for (int j = 0;; j += 2, own -= 2 * kTile) {
@@ -193,12 +199,12 @@ struct Walker {
       if (j) done<0>(at.plus(kBoxes));                     // the tile before: of two places it has the other
       wgmma_wait<0>();
       if (j + 2 >= tiles) release_queries();
-      own_tile<0>(it, at, own, [] {});
+      own_tile<0>(it, at, beyond(j, mine, own), [] {});
       wgmma_wait<0>();
       done<0>(at);
       if (j + 1 == tiles) break;
       at = at.plus(kBoxes);
-      others_tile<0>(at, own - kTile);
+      others_tile<0>(at, beyond(j + 1, mine, own - kTile));
       if (j + 2 == tiles) {
         wgmma_wait<0>();
         done<0>(at);
@@ -208,8 +214,7 @@ struct Walker {
     }
   }
   // Group 1: the softmax of an odd tile runs while the values of the even one are multiplied.
-  __device__ __forceinline__ void walk_odd(const Item& it, Cursor at) {
-    const int tiles = it.tiles;
+  __device__ __forceinline__ void walk_odd(const Item& it, int tiles, int mine, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;
     if (tiles == 1) release_queries();
 #pragma unroll 1
@@ -220,13 +225,13 @@ struct Walker {
         wgmma_wait<0>();
         if (j + 3 >= tiles) release_queries();
       }
-      others_tile<1>(at, own);
+      others_tile<1>(at, beyond(j, mine, own));
       if (j + 1 == tiles) {
         wgmma_wait<0>();
         done<1>(at);
         break;
       }
-      own_tile<1>(it, odd, own - kTile, [&] {
+      own_tile<1>(it, odd, beyond(j + 1, mine, own - kTile), [&] {
         wgmma_wait<0>();
         done<1>(at);
       });
@@ -244,7 +249,7 @@ struct Walker {
   }
 
   // The output or a partial.
-  template <int GROUP> __device__ __forceinline__ void finish(const Item& it) {
+  template <int GROUP> __device__ __forceinline__ void finish(const Item& it, bool writes) {
     const int t = thread_here(), row = (t >> 5 & 3) * 16 + (t >> 2 & 7), lane = t & 31;
     float total[2];
 #pragma unroll
@@ -256,7 +261,8 @@ struct Walker {
     named_barrier(3, 256);
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = lds_f32(tail(kSum) + (row + 8 * h) * 4) + lds_f32(tail(kSum) + (kN + row + 8 * h) * 4);
-    if (it.splits > 1) {
+    if (!writes) {
+    } else if (it.splits > 1) {
       const size_t slot = (size_t)it.slot + (size_t)it.split * it.stride;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -273,24 +279,29 @@ struct Walker {
       }
     }
     named_barrier(3, 256);
-    if (it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
+    if (writes && it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
   }
 
   template <int GROUP> __device__ __forceinline__ void work(int count) {
     Cursor at{0, 0};
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
-      const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
-      if (!it.tiles) continue;
+    for (int i = blockIdx.x; has_turn(i, count); i += gridDim.x) {
+      const Turn turn = turn_of(p, i, count);
+      if (!turn.steps) continue;
+      const Item& it = *turn.item;                         // read again where it is needed: registers are scarce
       begin_item();
-      if constexpr (GROUP == 0) walk_even(it, at);
-      else walk_odd(it, at);
-      at = after(at, it.tiles);
-      finish<GROUP>(it);
+      if constexpr (GROUP == 0) walk_even(it, turn.steps, turn.tiles, at);
+      else walk_odd(it, turn.steps, turn.tiles, at);
+      at = after(at, turn.steps);
+      finish<GROUP>(it, turn.writes);
     }
   }
 };
 
+#if PAIR
+extern "C" __global__ void CLUSTER_OF_2 __launch_bounds__(kThreads, 1)
+#else
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#endif
 tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap queries) {
   DYNAMIC_SMEM_1024(shared);
   const smem_t base = smem(shared), tail = base + kTailAt;
@@ -298,7 +309,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
-      bar_init(tail + kEmpty + 8 * i, 4);
+      bar_init(tail + kEmpty + 8 * i, PAIR ? 8 : 4);
     }
     bar_init(tail + kReady, 4);
     bar_init(tail + kReady + 8, 4);
@@ -310,6 +321,10 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     prefetch_map(queries);
   }
   __syncthreads();
+#if PAIR
+  cluster_arrive();                                        // the other block's barriers are there
+  cluster_wait();
+#endif
   pdl_wait();
   pdl_trigger();
   const int count = *p.count;
@@ -324,9 +339,15 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     if (warp < 4) walker.work<0>(count);
     else walker.work<1>(count);
   }
+#if PAIR
+  cluster_arrive();
+#endif
   lower_registers<168>();
   for (int i = blockIdx.x; i < count; i += gridDim.x) {    // all items are under way on resident blocks: waiting is safe
     const Item it = p.items[i];
     if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
   }
+#if PAIR
+  cluster_wait();                                          // nothing more comes from the other block, to this one's barriers or boxes
+#endif
 }

@@ -90,8 +90,11 @@ struct TensorMap {  // of a [rows, 576] array of 16-bit elements, in boxes of bo
   const char* at;
   int rows, box_rows;
 };
-inline void bar_expect(smem_t b, uint32_t) { bar_arrive(b); }  // copies are done before another fiber runs
-inline void tensor_copy(smem_t dst, const TensorMap& map, smem_t, int column, int row, uint64_t) {
+inline void bar_expect(smem_t b, uint32_t bytes) {
+  kcpu::mbarrier_expect(b, bytes);
+  bar_arrive(b);
+}
+inline void tensor_copy(smem_t dst, const TensorMap& map, smem_t barrier, int column, int row, uint64_t) {
   for (int r = 0; r < map.box_rows; r++) {
     for (int piece = 0; piece < 8; piece++) {
       smem_t to = dst + in_box(r, piece);
@@ -99,6 +102,7 @@ inline void tensor_copy(smem_t dst, const TensorMap& map, smem_t, int column, in
       else memset(to, 0, 16);
     }
   }
+  kcpu::mbarrier_expect(barrier, -128 * map.box_rows);
 }
 inline void prefetch_map(const TensorMap&) {}
 inline uint64_t policy_evict_first() { return 0; }

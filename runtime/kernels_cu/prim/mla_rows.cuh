@@ -53,23 +53,21 @@ __device__ __forceinline__ void put_partial(void* part, size_t at, const float (
   put_row(reinterpret_cast<uint8_t*>(part), at, o, h, 1.f, q, true);
 }
 #endif
-
-// Unit u: a quarter of row u / 4.
+// A unit is a quarter of a row.
 __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t base, int warp, int lane) {
-  auto add = [](float4& sum, const float4& v, smem_t weight) {
-    const float f = lds_f32(weight);
-    sum.x = fmaf(f, v.x, sum.x);
-    sum.y = fmaf(f, v.y, sum.y);
-    sum.z = fmaf(f, v.z, sum.z);
-    sum.w = fmaf(f, v.w, sum.w);
-  };
-  auto put = [&](int u, const float4& sum) {
-    const int row = u / 4;
-    if (row >= it.columns) return;
-    uint2 bits;
-    bits.x = pack_bf16(sum.x, sum.y);
-    bits.y = pack_bf16(sum.z, sum.w);
-    *reinterpret_cast<uint2*>(p.out + (((size_t)it.first + row) * kValue + (u & 3) * 128 + 4 * lane) * 2) = bits;
-  };
-  combine_splits(p, it, base, warp, lane, 1, [](int u) { return u / 4; }, add, put);
+  combine_splits(
+      p, it, base, warp, lane, 1, [](int u) { return u / 4; },
+      [](float4& sum, const float4& v, smem_t weight) {
+        const float f = lds_f32(weight);
+        sum.x = fmaf(f, v.x, sum.x);
+        sum.y = fmaf(f, v.y, sum.y);
+        sum.z = fmaf(f, v.z, sum.z);
+        sum.w = fmaf(f, v.w, sum.w);
+      },
+      [&](int u, const float4& sum) {
+        uint2 bits;
+        bits.x = pack_bf16(sum.x, sum.y);
+        bits.y = pack_bf16(sum.z, sum.w);
+        if (u / 4 < it.columns) *reinterpret_cast<uint2*>(p.out + (((size_t)it.first + u / 4) * kValue + (u & 3) * 128 + 4 * lane) * 2) = bits;
+      });
 }

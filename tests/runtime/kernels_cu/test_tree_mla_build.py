@@ -35,7 +35,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_widest_and_narrowest_compile_without_spills(arch, causal):
     found = list(candidates(TREES, arch, causal))
-    for config in (found[0], [c for c in found if not c.rows][-1], found[-1]):
+    for config in (found[0], [c for c in found if not c.rows][-1], *(c for c in found if c.rows and c.float_parts)):
         entries = build(config.source, config.defines(8), arch).entries
         assert set(entries) == {"tree_mla", "tree_mla_plan"} and entries["tree_mla"].registers * config.threads <= 65536
 
@@ -71,6 +71,7 @@ def test_candidates_are_legal_and_cover_every_page_size(arch):
         ({"chunk": 1}, "splits"),
         ({"octets": 9, "heads": 12}, "multiple of 8"),
         ({"rows": True}, "18 slots"),
+        ({"pair": True}, "queries as rows"),
         ({"rows": True, "slots": 18, "wgmma": False}, "wgmma"),
     ],
 )
