@@ -1,0 +1,117 @@
+"""Trains the drafter on texts that the target wrote: at random anchors of a text, the tokens that follow are the labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.train_demo.decode import Texts
+from tools.train_demo.drafting import Drafter
+from tools.train_demo.fit_target import REPORT_SECONDS, Log, Rows, compiled, mixed, product_type
+from tools.train_demo.network import Target
+from tools.train_demo.optimise import Clock, Optimiser, rate
+
+PEAK_RATE = 2.5e-3
+DECAY_DEPTH = 4.0  # a label at depth d weighs exp(-(d - 1) / 4): a deep guess counts only if those before it were right
+CORPUS_EVERY = 8  # every eighth step takes long rows of the corpus instead, so that far positions are not forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Texts and anchors a step; rows, anchors and length of a step on the corpus."""
+
+    texts: int
+    anchors: int
+    rows: int
+    row_anchors: int
+    row_length: int
+
+
+@torch.no_grad()
+def tap_all(target: Target, ids: Tensor, taps: Sequence[int], at_once: int) -> Tensor:
+    """[n, T, taps*H] of many texts, bf16 on a GPU, kept for the whole training: 2.3 KB a token at the demo's size."""
+    kept = torch.empty(*ids.shape, len(taps) * target.c.hidden, dtype=product_type(ids.device), device=ids.device)
+    with mixed(ids.device):
+        for first in range(0, len(ids), at_once):
+            kept[first : first + at_once] = target.tap(ids[first : first + at_once], taps)
+    return kept
+
+
+def labels_of(ids: Tensor, pos: Tensor, end: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """(labels, valid) [B, n, depth]: the tokens behind each anchor, and which of them lie before the text's end."""
+    at = pos[:, :, None] + 1 + torch.arange(depth, device=ids.device)
+    valid = at < end[:, None, None]
+    label = ids.gather(1, at.clamp(max=ids.shape[1] - 1).flatten(1)).view(at.shape)
+    return label, valid
+
+
+def block_loss(logits: Tensor, label: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, accuracy [depth]) of logits [B, n, depth, V]."""
+    depth = label.shape[-1]
+    weight = torch.exp(-torch.arange(depth, device=label.device) / DECAY_DEPTH) * valid
+    each = F.cross_entropy(logits.float().flatten(0, 2), label.flatten(), reduction="none").view(label.shape)
+    right = (logits.detach().argmax(-1) == label) & valid
+    return (each * weight).sum() / weight.sum().clamp(min=1.0), right.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
+
+
+def fit_drafter(
+    drafter: Drafter,
+    target: Target,
+    texts: Texts,
+    rows: Rows,
+    clock: Clock,
+    log: Log,
+    sizes: Sizes,
+    compile_it: bool,
+    peak: float = PEAK_RATE,
+) -> dict[str, Any]:
+    """Trains until the clock is out, then rounds the weights to bf16. Returns steps, seconds, anchors and the curve."""
+    c, device = drafter.c, texts.ids.device
+    kept = tap_all(target, texts.ids, c.taps, 256)
+    log(f"taps of {texts.ids.numel() / 1e6:.1f} million tokens after {clock.spent:.1f} s")
+
+    def loss_of(taps: Tensor, bonus: Tensor, pos: Tensor, label: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        with mixed(device):
+            return block_loss(drafter(target, taps, bonus, pos), label, valid)
+
+    fast, optimiser = compiled(loss_of, log, compile_it), Optimiser(drafter, peak)
+    step, anchors, reported = 0, 0, 0.0
+    curve: list[dict[str, Any]] = []
+    while (fraction := clock.fraction) < 1.0:
+        corpus = step % CORPUS_EVERY == CORPUS_EVERY - 1
+        if corpus:
+            ids = torch.cat([rows.take(part, max(1, sizes.rows // 2), sizes.row_length, 0.4) for part in ("core", "chat")])
+            pos = torch.randint(1, sizes.row_length - 2, (len(ids), sizes.row_anchors), device=device)
+            end = torch.full((len(ids),), sizes.row_length, device=device)
+            with mixed(device):
+                taps = target.tap(ids, c.taps).to(product_type(device))
+        else:
+            index = torch.randint(len(texts), (sizes.texts,), device=device)
+            some = texts.chosen(index)
+            ids, end, taps = some.ids, some.end, kept[index]
+            span = (end - some.prompt - 1).clamp(min=1)
+            pos = (some.prompt[:, None] + torch.rand(len(ids), sizes.anchors, device=device) * span[:, None]).long()
+        label, valid = labels_of(ids, pos, end, c.depth)
+        loss, accuracy = (loss_of if corpus else fast)(taps, ids.gather(1, pos), pos, label, valid)
+        optimiser.step(loss, rate(step, fraction))
+        step, anchors = step + 1, anchors + pos.numel()
+        if step % 8 == 0:
+            loss.item()
+        if not corpus and clock.spent - reported >= REPORT_SECONDS:
+            reported = clock.spent
+            entry = {
+                "t": round(clock.spent, 1),
+                "step": step,
+                "loss": round(loss.item(), 4),
+                "top1": [round(a, 3) for a in accuracy.tolist()],
+            }
+            curve.append(entry)
+            log(json.dumps(entry))
+    drafter.freeze()
+    return {"steps": step, "seconds": round(clock.spent, 1), "anchors": anchors, "curve": curve}
