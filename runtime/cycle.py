@@ -88,7 +88,9 @@ class Cycle:
             deliveries = self._settle(shares, plan, verdicts, result)
         if self._watcher is not None:
             self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
-        stats.count_step(plan.bucket, plan.m, time.perf_counter() - start, result.experts)
+        streams = sum(share.before == 0 and share.tree is not None for share in shares)
+        prompt = sum(share.count for share in shares if share.before > 0)
+        stats.count_step(plan.bucket, plan.m, time.perf_counter() - start, result.experts, streams, prompt)
         return deliveries
 
     def _draft(self) -> dict[str, DraftTree]:

@@ -120,8 +120,11 @@ class EngineStats:
             if self.trace is not None:
                 self.trace.span(name, start, end)
 
-    def count_step(self, bucket: int, rows: int, step_s: float, experts: float = 0.0) -> None:
-        """Counts a step launched with M = bucket; experts: distinct ones that a layer hit, 0 where nobody counts them."""
+    def count_step(self, bucket: int, rows: int, step_s: float, experts: float = 0.0, streams: int = 0, prompt: int = 0) -> None:
+        """Counts a step launched with M = bucket; experts: distinct ones that a layer hit, 0 where nobody counts them.
+
+        streams: sequences that decoded; prompt: rows of chunks; the other rows are draft nodes.
+        """
         self.steps += 1
         self.experts = experts
         if experts:
@@ -134,7 +137,7 @@ class EngineStats:
         self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
         if self.trace is not None:
             end = time.perf_counter()
-            args = {"number": self.steps, "M": bucket, "rows": rows, "tokens": self.generation_tokens}
+            args = {"number": self.steps, "M": bucket, "rows": rows, "streams": streams, "prompt": prompt, "tokens": self.generation_tokens}
             self.trace.span("step", end - step_s, end, **args, **({"experts": round(experts, 2)} if experts else {}))
             self.trace.count("rows", end - step_s, rows=rows)
             if experts:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Times every candidate of the INT4 MoE at each M and writes the fastest correct one to tuned/<gpu>.json.
+"""Times every candidate of the INT4 MoE at each M and writes the fastest correct one to tuned/<gpu>.json; or suggests sizes of steps.
 
     python tools/tune.py --tp 1 --m 1,2,4,8,9,16,32,64,90,128,256,512,1024,2048,4096
+    python tools/tune.py --buckets --curve h200-tp8 --load 1:2 8:5 32:2 64:1
+    python tools/tune.py --buckets --curve ~/.cache/runtime/curves/my-gpu.json --load trace.json --gain tools/results/sweetspot_h200.jsonl
 
-Choosing happens here alone, never while serving; the file is package data and reviewed like code. A wrong kernel gets no
-time. Needs a GPU.
+Kernels: choosing happens here alone, never while serving; the file is package data and reviewed like code. A wrong kernel gets
+no time. Needs a GPU. Sizes (--buckets, no GPU): which M to capture for a load, given or recorded, on a cost curve, and why.
 """
 
 from __future__ import annotations
@@ -64,7 +66,17 @@ def write_tuned(path: Path, entries: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def main() -> None:
+def suggest(options: argparse.Namespace) -> str:
+    """What --buckets prints."""
+    from tools import buckets
+    from tools.simulate import RESULTS, find_curve
+
+    name, curve = find_curve(options.curve)
+    chooser = buckets.Chooser(curve, buckets.read_load(options.load, options.nodes), buckets.read_gain(options.gain or RESULTS))
+    return buckets.show(chooser.choose(options.count), name)
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="kimi-k26", help="a name, or H,I,E,k")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the expert width")
@@ -72,7 +84,18 @@ def main() -> None:
     parser.add_argument("--routing", default="uniform")
     parser.add_argument("--seconds", type=float, default=0.1, help="timing budget of a candidate")
     parser.add_argument("--out", type=Path, default=None, help="default: the package's tuned/<gpu>.json")
-    options = parser.parse_args()
+    group = parser.add_argument_group("sizes of steps")
+    group.add_argument("--buckets", action="store_true", help="suggest sizes to capture instead of timing kernels")
+    group.add_argument("--curve", default="h200-tp8", help="cost curve: a name in tools/curves or a JSON file (default h200-tp8)")
+    load_help = "STREAMS:WEIGHT …, or a trace file of the server (--trace): how often so many streams run (default 1 … 64 alike)"
+    group.add_argument("--load", nargs="+", default=[f"{s}:1" for s in (1, 2, 4, 8, 16, 32, 64)], help=load_help)
+    group.add_argument("--gain", type=Path, default=None, help="records that tell what nodes bring (default: the simulated ones)")
+    group.add_argument("--nodes", type=int, default=None, help="fixed tree of so many nodes (default: as many as pay)")
+    group.add_argument("--count", type=int, default=24, help="most sizes (default 24)")
+    options = parser.parse_args(argv)
+    if options.buckets:
+        print(suggest(options))
+        return
     from tools.moe_rig import LayerCase, Rig, best_of, gpu_name
 
     rig = Rig()
