@@ -53,6 +53,7 @@ reading the tables
   distinct  expected distinct experts of a layer under uniform routing; real tokens share more: pass --distinct to set it
   floor     device work alone, in milliseconds; the columns after it split it by part
   link      collectives on top: latency and bytes of the machine's link, not overlapped with anything
+  est       estimate of a whole step: floor / --share + link; the share is what measured steps reach, not a law
   tok/s     M / (floor + link): what M rows a step would give if every row were a token kept
 """
 
@@ -67,6 +68,7 @@ class Report:
     streams: int
     distinct: float | None
     utilisation: float
+    share: float
     memory: list[RankMemory]
     steps: dict[int, list[StepFloor]]
     drafts: dict[int, StepFloor]
@@ -105,7 +107,7 @@ def make_report(args: argparse.Namespace) -> Report:
     }  # fmt: skip
     drafts = {tp: plan_draft(draft, config, tp, args.ctx, hw, streams=args.streams) for tp in sizes} if draft else {}
     planned_s = time.perf_counter() - start
-    return Report(config, hw, args.ctx, args.streams, args.distinct, args.memory_utilization, memory, steps, drafts, planned_s)
+    return Report(config, hw, args.ctx, args.streams, args.distinct, args.memory_utilization, args.share, memory, steps, drafts, planned_s)
 
 
 def _table(title: str) -> Table:
@@ -129,21 +131,29 @@ def memory_table(report: Report) -> Table:
 
 def step_table(report: Report, tp: int) -> Table:
     table = _table(f"one step at TP {tp}, ms ({report.streams} stream(s) of {report.ctx:,} committed tokens)")
-    for heading in ("M", "distinct", "GB", "floor", *PARTS, "other", "link", "tok/s"):
+    for heading in ("M", "distinct", "GB", "floor", *PARTS, "other", "link", "est", "tok/s"):
         table.add_column(heading, justify="right")
     for step in report.steps[tp]:
         distinct = report.distinct or expected_experts(report.config.experts, report.config.top_k, step.rows)
-        table.add_row(str(step.rows), f"{distinct:.0f}", *_step_cells(step), f"{step.rows / (step.floor_us + step.link_us) * 1e6:,.0f}")
+        table.add_row(
+            str(step.rows), f"{distinct:.0f}", *_step_cells(step, report.share), f"{step.rows / (step.floor_us + step.link_us) * 1e6:,.0f}"
+        )
     if tp in report.drafts:
         table.add_section()
-        table.add_row("draft", "", *_step_cells(report.drafts[tp]), "")
+        table.add_row("draft", "", *_step_cells(report.drafts[tp], report.share), "")
     return table
 
 
-def _step_cells(step: StepFloor) -> list[str]:
+def estimate_us(step: StepFloor, share: float) -> float:
+    """A step that reaches that share of its floor, and waits for the link."""
+    return step.floor_us / share + step.link_us
+
+
+def _step_cells(step: StepFloor, share: float) -> list[str]:
     by_op = step.by_op()
     parts = [sum(by_op.get(op, 0.0) for op in ops) for ops in PARTS.values()]
-    values = [step.cost.bytes / 1e9, step.floor_us / 1e3, *(p / 1e3 for p in parts), (step.floor_us - sum(parts)) / 1e3, step.link_us / 1e3]
+    values = [step.cost.bytes / 1e9, step.floor_us / 1e3, *(p / 1e3 for p in parts), (step.floor_us - sum(parts)) / 1e3]
+    values += [step.link_us / 1e3, estimate_us(step, share) / 1e3]
     return [f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in values]
 
 
@@ -166,13 +176,15 @@ def as_json(report: Report) -> dict[str, Any]:
             for r in step.table
         ]
         total = {"tp": tp, "rows": step.rows, "bytes": step.cost.bytes, "flops": step.cost.flops}
-        return {**total, "floor_us": step.floor_us, "link_us": step.link_us, "ops": rows}
+        times = {"floor_us": step.floor_us, "link_us": step.link_us, "estimate_us": estimate_us(step, report.share)}
+        return {**total, **times, "ops": rows}
 
     return {
         "hardware": asdict(report.hw),
         "ctx": report.ctx,
         "streams": report.streams,
         "distinct": report.distinct,
+        "share": report.share,
         "planned_s": report.planned_s,
         "memory": [
             {"tp": m.tp, "weights": dict(m.weights), "weight_bytes": m.weight_bytes, "kv_token_bytes": m.kv_token_bytes,
@@ -209,6 +221,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, default=1, help="sequences that share a step (default: 1)")
     parser.add_argument("--distinct", type=float, help="distinct experts hit in a layer, instead of the uniform expectation")
     parser.add_argument("--memory-utilization", type=float, default=0.9, help="share of device memory for weights and cache (default: 0.9)")
+    share_help = "share of the floor that steps reach, for the estimate (default: 0.75; measured shares: tools/results/step_*.jsonl)"
+    parser.add_argument("--share", type=float, default=0.75, help=share_help)
     parser.add_argument("--detail", action="store_true", help="one more table for each bucket: every op with its size and what binds it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
     return parser
@@ -217,8 +231,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
-    if min(args.buckets) < 1 or args.streams < 1 or not 0 < args.memory_utilization <= 1:
-        parser.error("--buckets and --streams start at 1; --memory-utilization lies in (0, 1]")
+    if min(args.buckets) < 1 or args.streams < 1 or not (0 < args.memory_utilization <= 1 and 0 < args.share <= 1):
+        parser.error("--buckets and --streams start at 1; --memory-utilization and --share lie in (0, 1]")
     try:
         report = make_report(args)
     except ValueError as error:

@@ -38,6 +38,14 @@ def test_options_move_the_numbers_the_right_way(capsys: pytest.CaptureFixture[st
     assert floor("--distinct", "100") < 0.6 * plain
 
 
+def test_the_estimate_is_the_floor_at_its_share_and_the_link(capsys: pytest.CaptureFixture[str]) -> None:
+    for hw in ("h200", "rtx-pro-6000"):
+        for share in ("0.5", "1"):
+            for step in run_json(capsys, "--tp", "8", "--hw", hw, "--share", share)["steps"]:
+                assert step["link_us"] > 0
+                assert step["estimate_us"] == pytest.approx(step["floor_us"] / float(share) + step["link_us"])
+
+
 def test_demo_and_a_folder_and_a_file_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     paths = ("demo", str(ROOT / "model/demo"), str(ROOT / "model/demo/config.json"))
     demo, folder, file = (run_json(capsys, "--config", path, "--hw", "cpu", "--tp", "1", "--buckets", "1") for path in paths)
@@ -69,6 +77,7 @@ def test_tables_name_their_assumptions(capsys: pytest.CaptureFixture[str]) -> No
         (["--hw", "abacus"], "known: h200"),
         (["--buckets", "0"], "start at 1"),
         (["--distinct", "1"], "between 8 and 384"),
+        (["--share", "0"], "lie in (0, 1]"),
     ],
 )
 def test_bad_arguments_are_explained(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
