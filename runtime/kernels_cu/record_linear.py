@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from runtime.kernels_cu import linear_skinny, mla_prep
 from runtime.kernels_cu.array import DeviceArray
+from runtime.kernels_cu.linear_choice import choose_config
 from runtime.kernels_cu.linear_lt import describe
 from runtime.kernels_cu.linear_skinny import CHUNK, FRAG_ROWS, MOST_ROWS, Dims
 from runtime.kernels_cu.recorder import Recorder, op
@@ -22,7 +23,7 @@ def record_product(r: Recorder, dims: Dims, *, x: int, w: int, out: int, float_o
         product = describe(dims.M, dims.N, dims.K, heads=dims.heads, float_out=float_out, **strides)
         r.append(r.device.multiply(product, w, x, out, invariant=r.invariant))
         return
-    config = r.choose(("linear", dims), lambda: linear_skinny.default_config(dims, r.hw, r.device.arch))
+    config = r.choose(("linear", dims), lambda: choose_config(dims, r.device.gpu, r.device.arch, r.hw)[0])
     at = r.scratch("linear", linear_skinny.workspace_bytes(dims, config))
     call = linear_skinny.call(config, dims, at | {"w": w, "x": x, "out": out, "seq": seq}, float_out)
     r.launch(call, r.device.functions(linear_skinny.SOURCE, config.defines(), linear_skinny.ENTRIES))
