@@ -72,7 +72,7 @@ def read_sweetspot(path: Path, curve: str) -> dict[int, dict[str, list[dict[str,
     return dict(sorted(found.items()))
 
 
-def draw_sweetspot(points: Mapping[int, Mapping[str, list[dict[str, Any]]]], curve: CostCurve, name: str, title: str) -> Any:
+def draw_sweetspot(points: Mapping[int, Mapping[str, list[dict[str, Any]]]], curve: CostCurve, title: str) -> Any:
     """Tokens/s of fixed trees over M, one line a concurrency with the chosen point; below, these points on T(M)."""
     pyplot = _pyplot()
     figure, (top, low) = pyplot.subplots(2, 1, figsize=(8, 6.4), sharex=True, layout="constrained", height_ratios=(2, 1))
@@ -83,13 +83,21 @@ def draw_sweetspot(points: Mapping[int, Mapping[str, list[dict[str, Any]]]], cur
         colour = shades(i / max(1, len(points) - 1) * 0.9)
         fixed = sorted((r["M"], r["tok_s"]) for policy in ("plain", "tree", "uniform") for r in by.get(policy, []))
         best = {m: max(rate for at, rate in fixed if at == m) for m, _ in fixed}
-        top.plot(list(best), list(best.values()), color=colour, linewidth=1.2, label=f"{streams} streams")
+        top.plot(list(best), list(best.values()), color=colour, linewidth=1.2, label="1 stream" if streams == 1 else f"{streams} streams")
         chosen = by["auto"][0]
         top.plot(chosen["M"], chosen["tok_s"], "o", color=colour, markeredgecolor="black", markersize=7)
-        low.plot(chosen["M"], float(curve.step(round(chosen["M"]))) * 1e3, "o", color=colour, markeredgecolor="black", markersize=6)
+        step_ms = float(curve.step(round(chosen["M"]))) * 1e3
+        low.plot(chosen["M"], step_ms, "o", color=colour, markeredgecolor="black", markersize=6)
+        low.annotate(str(streams), (chosen["M"], step_ms), (0, 7), textcoords="offset points", ha="center", fontsize="x-small")
+    rates = [r["tok_s"] for by in points.values() for records in by.values() for r in records]
+    ticks = [m * 10**e for e in range(7) for m in (1, 2, 5) if min(rates) <= m * 10**e <= max(rates)]
     top.set(xscale="log", yscale="log", ylabel="tokens/s (line: best fixed tree, dot: auto)", title=title)
+    top.minorticks_off()
+    top.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     top.legend(loc="upper left", frameon=False, ncols=2, fontsize="small")
-    low.set(xscale="log", xlabel="M, rows of a step = streams × (tree nodes + 1), padding included", ylabel=f"T(M) of {name}, ms")
+    low.set(
+        xscale="log", xlabel="M, rows of a step = streams × (tree nodes + 1), padding included", ylabel="T(M), ms\n(dot: auto, by streams)"
+    )
     low.set_xticks([1, 8, 64, 256, 1024], ["1", "8", "64", "256", "1024"])
     return figure
 
@@ -125,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             parser.error(str(error))
         simulated = all(r.get("simulated") for by in points.values() for records in by.values() for r in records)
-        figure = draw_sweetspot(points, curve, name, f"Where M is best, {name}{': simulated, not measured' if simulated else ''}")
+        figure = draw_sweetspot(points, curve, f"Where M is best, {name}{': simulated, not measured' if simulated else ''}")
     else:
         config, _ = read_config(args.config)
         hw = find_hardware(args.hw)

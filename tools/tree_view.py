@@ -42,6 +42,7 @@ STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 24px; color: #222; background: #fff }
 section { border-top: 1px solid #ddd; padding: 10px 0 }
 figure { display: inline-block; margin: 6px 18px 6px 0; vertical-align: top }
+.label { display: inline-block; width: 96px }
 figcaption, .note { color: #666; font-size: 12px }
 svg text { font: 11px ui-monospace, monospace }
 .bar { display: inline-block; height: 8px; background: #7fa7c9 } .done { background: #3a8f4d }
@@ -72,6 +73,7 @@ class StepRecord:
     expected_ms: float
     step_ms: float
     trees: list[TreeRecord]
+    experts: float = 0.0  # distinct ones that a layer hit, mean; 0: not counted
 
 
 class RecordingBudget(BudgetSpeculation):
@@ -98,7 +100,7 @@ class RecordingBudget(BudgetSpeculation):
         last = stats.budget_records[-1]
         trees = [self._record(id, *self._trees[id], seen) for id, seen in verified.items() if id in self._trees]
         self.steps.append(
-            StepRecord(rows, bucket, last.drafted, last.expected, last.realised, last.expected_s * 1e3, last.step_s * 1e3, trees)
+            StepRecord(rows, bucket, last.drafted, last.expected, last.realised, last.expected_s * 1e3, last.step_s * 1e3, trees, experts)
         )
 
     def _record(self, id: str, tree: DraftTree, chance: list[float], seen: Verified) -> TreeRecord:
@@ -169,7 +171,7 @@ def draw_tree(tree: TreeRecord) -> str:
             ax, ay = places[above][0] * LEVEL_W + NODE_W, 2 + places[above][1] * (NODE_H + 6) + NODE_H / 2
             stroke = '#3a8f4d" stroke-width="2' if right else "#bbb"
             lines.append(f'<path d="M{ax} {ay} L{x} {y + NODE_H / 2}" fill="none" stroke="{stroke}"/>')
-        shown = html.escape(repr(tree.text[node])[1:-1][:9])
+        shown = html.escape(repr(tree.text[node])[1:-1][:9].replace(" ", "␣"))
         style = 'fill="#3a8f4d" fill-opacity="0.25" stroke="#3a8f4d"' if right else 'fill="none" stroke="#999" stroke-dasharray="3 2"'
         title = html.escape(f"{tree.text[node]!r}, expected {tree.chance[node]:.3f}, {'accepted' if right else 'not accepted'}")
         boxes.append(
@@ -196,15 +198,19 @@ def page(steps: Sequence[StepRecord], title: str) -> str:
     for number, step in enumerate(steps):
         parts.append(
             f"<section><b>step {number}</b> · M {step.rows} of bucket {step.bucket} · drafted for {step.drafted} · "
-            f"{step.step_ms:.1f} ms ({step.expected_ms:.1f} expected)<br>"
-            f'<span class="note">expected {step.expected:.2f}</span> {_bar("", step.expected)}<br>'
-            f'<span class="note">realised {step.realised}</span> {_bar(" done", step.realised)}<br>'
+            f"{step.step_ms:.1f} ms ({step.expected_ms:.1f} expected){_experts(step)}<br>"
+            f'<span class="note label">expected {step.expected:.2f}</span> {_bar("", step.expected)}<br>'
+            f'<span class="note label">realised {step.realised}</span> {_bar(" done", step.realised)}<br>'
         )
         for tree in step.trees:
             caption = f"request {html.escape(tree.id)}: {len(tree.parent) - 1} nodes, {len(tree.path) - 1} accepted"
             parts.append(f"<figure>{draw_tree(tree)}<figcaption>{caption}</figcaption></figure>")
         parts.append("</section>")
     return "\n".join([*parts, "</body></html>\n"])
+
+
+def _experts(step: StepRecord) -> str:
+    return f" · {step.experts:.1f} experts a layer" if step.experts else ""
 
 
 def _bar(kind: str, tokens: float) -> str:
