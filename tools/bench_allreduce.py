@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 import ml_dtypes
 import numpy as np
 
-from runtime.shared import LINE, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
+from tools.rank_rig import add_rank_options, join, run_ranks
 
 HIDDEN = 7168
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -163,8 +161,7 @@ class _Chain:
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    block = SharedBlock.open(args.block)
-    host = SharedComm(args.rank, args.ranks, block, LINE, Watch(block, 0, 300.0))
+    host = join(args)
     bench = Bench(args.rank, args.ranks, host)
     for rows in args.rows:
         bench.check(rows)
@@ -186,43 +183,17 @@ def run_rank(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Starts the ranks; the exit code of the first that fails, and then the others are ended."""
-    block = SharedBlock.create(LINE + SharedComm.nbytes(args.ranks))
-    watch = Watch(block, 0, 300.0)
-    command = [sys.executable, str(Path(__file__).resolve()), *argv, "--block", block.path]
-    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-    ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(args.ranks)]
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            bad = [rank.returncode for rank in ranks if rank.poll() not in (None, 0)]
-            if bad:
-                watch.declare(next(i for i, rank in enumerate(ranks) if rank.poll() not in (None, 0)))
-                return int(bad[0])
-            try:
-                ranks[-1].wait(0.2)
-            except subprocess.TimeoutExpired:
-                continue
-        return max(abs(rank.returncode) for rank in ranks)
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs, from the first on (default 2)")
+    add_rank_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="M", help="rows of a message")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a line for each M")
     parser.add_argument("--commit", default="", help="what to record as the commit")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--block", default="", help=argparse.SUPPRESS)
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given)
     if not 2 <= args.ranks <= 8 or not all(1 <= rows <= max(ROWS) for rows in args.rows):
         parser.error(f"--ranks is 2 to 8, --rows at most {max(ROWS)}")
-    return run_rank(args) if args.rank >= 0 else run_all(args, given)
+    return run_rank(args) if args.rank >= 0 else run_ranks(__file__, args, given)
 
 
 if __name__ == "__main__":

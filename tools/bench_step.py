@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import loading
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cost import Cost
-from runtime.cuda_loading import load_parts, make_cuda_worker
+from runtime.cuda_loading import join_peers, load_parts, make_cuda_worker
 from runtime.graph.buckets import DEFAULT_SIZES
 from runtime.graph.probe import Probe
 from runtime.hw import HARDWARE, Hardware, find_hardware
@@ -93,14 +93,14 @@ class Setup:
         )  # fmt: skip
 
 
-def build(setup: Setup, driver: Any) -> Any:
-    """A worker over random weights with every bucket recorded and captured."""
+def build(setup: Setup, driver: Any, host: Any = None) -> Any:
+    """A worker over random weights with every bucket recorded and captured. host: to reach the other ranks; None: they are left out."""
     source, config, speculative = setup.source(), setup.engine_config(), SpeculativeConfig()
     source.target.check_tp(setup.tp)
     config = loading.fit_config(config, source, "bfloat16", "cuda")
     limits, backend = loading.limits_of(source, config, speculative), CudaBackend(driver.device)
-    comm = Shard(setup.tp)
-    parts = load_parts(source, backend, limits, speculative, rank=0, world=setup.tp)
+    comm = Shard(setup.tp) if host is None else join_peers(driver, backend, host, source.target.hidden)
+    parts = load_parts(source, backend, limits, speculative, rank=comm.rank, world=setup.tp)
     token_bytes = loading.bytes_per_token(source, 2)
     return make_cuda_worker(parts, driver, backend, comm, limits, loading.plan_layout(config, limits), config, token_bytes)
 
