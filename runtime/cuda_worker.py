@@ -18,7 +18,7 @@ from runtime.graph.audit import Audit, audit_program
 from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes
 from runtime.graph.driver import Driver
 from runtime.graph.fields import DraftFields, Fields, StepFields
-from runtime.graph.probe import Probe
+from runtime.graph.probe import Probe, empty_plans
 from runtime.graph.programs import Program, Programs, Recording
 from runtime.graph.results import Results, draft_columns, result_columns, wanted_alternatives
 from runtime.kernels_cu.array import DeviceArray
@@ -30,6 +30,7 @@ from runtime.worker import Limits
 
 DEADLINE_S = 120.0
 _NUMBERS = 1 << 32  # of launches; they wrap
+NOTHING = empty_plans()
 
 
 class CudaWorker:
@@ -93,6 +94,7 @@ class CudaWorker:
         programs = [p for p in self.programs() if not p.captured and (wanted is None or (p.kind == "step" and p.rows in wanted))]
         self.driver.device.synchronize()
         for program in tqdm(programs, desc="Capturing", unit="graph", disable=None, leave=False, file=sys.stderr):
+            self._launch(program, *NOTHING)  # modules load at their first launch, which a capture must not be
             self._kind(program.kind).capture(program)
         return sum(program.captured for program in self.programs())
 
@@ -165,21 +167,21 @@ class CudaWorker:
             if chosen is not None and program.kind != "block" and program.rows not in chosen:
                 continue
             if measure:
-                self._run(program, probe)
+                self._launch(program, *_filled(program, probe))
             known = probe.known(program.rows) if program.kind == "step" else {"keys": program.rows * probe.ctx}
             found.append(audit_program(program, self.driver, self.backend.hw, known, repeats if measure else 0))
         after = self.driver.free_bytes(), self.backend.arena.nbytes
         return Audit(self.backend.device.gpu, self.backend.hw, tuple(found), before[1], before == after)
 
-    def _run(self, program: Program, probe: Probe) -> None:
-        """One launch of a full bucket, to its end."""
+    def _launch(self, program: Program, step: StepPlan, draft: DraftPlan) -> None:
+        """One launch of a program over the plan of its kind, to its end."""
+        self._settle()
         number = self._next()
         if program.kind == "step":
-            pack_plan(probe.step(program.rows, program.out_rows), self._layout, self._plan.blob.host)
+            pack_plan(step, self._layout, self._plan.blob.host)
             self._plan.set_number(number)
         else:
-            counts = (0, program.rows) if program.kind == "context" else (program.rows, 0)
-            pack_draft(probe.draft(*counts), self._draft_layout, self._draft_plan.blob.host)
+            pack_draft(draft, self._draft_layout, self._draft_plan.blob.host)
             self._draft_plan.set_number(number)
         program.graph.launch()
         program.results.wait(number, self._deadline_s, program.name)
@@ -217,3 +219,10 @@ class CudaWorker:
             results, number = self._due
             results.wait(number, self._deadline_s, "drafter's context")
             self._due = None
+
+
+def _filled(program: Program, probe: Probe) -> tuple[StepPlan, DraftPlan]:
+    """Plans that fill a program; the one of the other kind holds nothing."""
+    if program.kind == "step":
+        return probe.step(program.rows, program.out_rows), NOTHING[1]
+    return NOTHING[0], probe.draft(0, program.rows) if program.kind == "context" else probe.draft(program.rows, 0)

@@ -7,8 +7,9 @@ captured graph may read any field at its address; a header says how much of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,7 +52,7 @@ class PlanOverflow(ValueError):
     """A plan holds more of something than the layout has room for."""
 
 
-class Layout(Protocol):
+class Layout(Hashable, Protocol):
     """Capacities of a blob of one kind."""
 
     @property
@@ -64,13 +65,17 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a field lies in a blob: byte offset, header word of its rows (its columns follow), capacities, bytes of an element."""
+    """Where a field lies in a blob: byte offset, header word of its rows (its columns follow), capacities, what an element is."""
 
     at: int
     header: int
     rows: int
     columns: int
-    item_bytes: int
+    dtype: np.dtype[Any]
+
+    @property
+    def item_bytes(self) -> int:
+        return self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +146,13 @@ class DraftLayout:
         return places(self)[1]
 
 
-def places(layout: Layout) -> tuple[dict[str, Place], int]:
-    """Where every field of a blob lies, and the size of the whole blob."""
-    at, found = _aligned(4 * _header_words(layout)), {}
+@cache
+def places(layout: Layout) -> tuple[Mapping[str, Place], int]:
+    """Where every field of a blob lies, and the size of the whole blob. Not to be changed: it is every caller's."""
+    at, found = _aligned(4 * _header_words(layout)), dict[str, Place]()
     for i, name in enumerate(layout.names):
         rows, columns = layout.capacity(name)
-        found[name] = Place(at, 2 + 2 * i, rows, columns, np.dtype(_DTYPES[name]).itemsize)
+        found[name] = Place(at, 2 + 2 * i, rows, columns, np.dtype(_DTYPES[name]))
         at = _aligned(at + rows * max(columns, 1) * found[name].item_bytes)
     return found, at
 
@@ -182,17 +188,18 @@ def unpack_draft(blob: Array, layout: DraftLayout) -> DraftPlan:
 
 
 def _pack(what: str, magic: int, bucket: int, values: Sequence[Array], layout: Layout, into: Array) -> None:
-    found, _ = places(layout)
-    header = into[: 4 * _header_words(layout)].view(np.int32)
-    header[:2] = magic, bucket
-    for value, (name, place) in zip(values, found.items(), strict=True):
-        live = value.shape[1] if value.ndim == 2 else 0
-        if value.shape[0] > place.rows or live > place.columns:
+    header = [magic, bucket]
+    for value, (name, place) in zip(values, places(layout)[0].items(), strict=True):
+        shape = value.shape
+        live = shape[1] if len(shape) == 2 else 0
+        if shape[0] > place.rows or live > place.columns:
             room = f"[{place.rows}{f', {place.columns}' if place.columns else ''}]"
-            raise PlanOverflow(f"{what}: {name} is {list(value.shape)}, the layout holds {room}")
-        header[place.header : place.header + 2] = value.shape[0], live
-        data = np.ascontiguousarray(value, _DTYPES[name]).reshape(-1).view(np.uint8)
-        into[place.at : place.at + data.size] = data
+            raise PlanOverflow(f"{what}: {name} is {list(shape)}, the layout holds {room}")
+        header += (shape[0], live)
+        if value.size:
+            data = np.ascontiguousarray(value, place.dtype).reshape(-1).view(np.uint8)
+            into[place.at : place.at + data.size] = data
+    into[: 4 * len(header)].view(np.int32)[:] = header
 
 
 def _unpack(what: str, magic: int, blob: Array, layout: Layout) -> tuple[int, dict[str, Any]]:
@@ -207,5 +214,5 @@ def _unpack(what: str, magic: int, blob: Array, layout: Layout) -> tuple[int, di
         rows, columns = int(header[place.header]), int(header[place.header + 1])
         shape = (rows, columns) if place.columns > 0 else (rows,)
         count = int(np.prod(shape)) * place.item_bytes
-        found[name] = blob[place.at : place.at + count].view(_DTYPES[name]).reshape(shape)
+        found[name] = blob[place.at : place.at + count].view(place.dtype).reshape(shape)
     return int(header[1]), found

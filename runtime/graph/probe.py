@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -76,3 +76,11 @@ class Probe:
         """What a step's costs need beyond shapes: keys over the batch, keys over all rows."""
         streams = min(self.streams, rows)
         return {"keys": streams * self.ctx + rows, "row_keys": rows * self.ctx + rows * (rows / streams + 1) / 2}
+
+
+def empty_plans() -> tuple[StepPlan, DraftPlan]:
+    """Plans without a row, a root or a tap: every row of a bucket is dead."""
+    one = Probe(1, 0, 1, 2, 1)
+    step, draft = one.step(1, 1), one.draft(0, 0)
+    cut = {field.name: getattr(step, field.name)[:0] for field in fields(step) if field.name != "bucket"}
+    return replace(step, bucket=0, **cut), draft
