@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 # Accepted: names -> the values that are right here; () for a flag that takes none. They change nothing.
 GRANTED: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -69,12 +72,21 @@ class _Grant(argparse.Action):
             parser.error(f"{option_string}: {str(values)[:80]!r} is not supported; {' or '.join(self._values)} is")
 
 
+class BriefParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with the option that was probably meant; argparse's own error begins with thirty lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else "; --help lists the options"
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+
 def add_habits(parser: argparse.ArgumentParser) -> None:
-    """Adds all of them, hidden from --help but for one line."""
-    granted = ", ".join(names[0] for names in GRANTED)
-    group = parser.add_argument_group(
-        "accepted from habit", f"They say what is so anyway: {granted}. Other options of vLLM and SGLang are refused by name."
-    )
+    """Adds all of them, hidden from --help but for their names."""
+    names = textwrap.wrap(", ".join(names[0] for names in GRANTED), 130, break_on_hyphens=False)
+    text = "\n  ".join(["They say what is so anyway; other options of vLLM and SGLang are refused by name:", *names])
+    group = parser.add_argument_group("accepted from habit", text)
     for names, values in GRANTED.items():
         group.add_argument(*names, dest="_granted", action=_Grant, values=values)
     for names, instead in REFUSED.items():

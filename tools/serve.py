@@ -19,7 +19,7 @@ from runtime import __version__
 from runtime.env import load_env
 from runtime.trace import StepTrace
 from server.config_file import parse_with_config
-from server.habits import add_habits
+from server.habits import BriefParser, add_habits
 from server.lifecycle import HttpServer, ServeOptions
 from server.limits import Limits
 from server.metrics import PREFIXES, Metrics
@@ -67,7 +67,7 @@ def port_number(text: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python tools/serve.py", description=HELP, epilog=EXAMPLES, formatter_class=WideHelp)
+    parser = BriefParser("python tools/serve.py", description=HELP, epilog=EXAMPLES, formatter_class=WideHelp, allow_abbrev=False)
     add_model_options(parser)
     config_help = "options in YAML, written as these flags without their dashes; the command line wins"
     parser.add_argument("--config", type=Path, metavar="FILE", help=config_help)

@@ -62,3 +62,17 @@ def test_origins() -> None:
     for bad in ("a.org", "https://a.org/x", "[3]"):
         with pytest.raises(OptionError, match="--allowed-origins"):
             origins_of([bad])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--max-num-seq 3 --port 1", "unrecognized arguments: --max-num-seq 3; did you mean --max-num-seqs?"),
+        ("--zzz", "unrecognized arguments: --zzz; --help lists the options"),
+        ("--port many", "argument --port: invalid port_number value: 'many'; --help lists the options"),
+    ],
+)
+def test_an_error_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(words.split())
+    assert capsys.readouterr().err == f"python tools/serve.py: error: {said}\n"
