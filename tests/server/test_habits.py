@@ -67,7 +67,7 @@ def test_origins() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--max-num-seq 3 --port 1", "unrecognized arguments: --max-num-seq 3; did you mean --max-num-seqs?"),
+        ("--max-num-seq 3 --port 1", "unrecognized arguments: --max-num-seq; did you mean --max-num-seqs?"),
         ("--zzz", "unrecognized arguments: --zzz; --help lists the options"),
         ("--port many", "argument --port: invalid port_number value: 'many'; --help lists the options"),
     ],
