@@ -17,7 +17,7 @@ from runtime.comm import SoloComm
 from runtime.kernels_np import NumpyBackend
 from runtime.types import DraftPlan
 from tests.plans import chain_plan, page_table
-from tools.train_demo import decode, export, network, shape
+from tools.train_demo import acceptance, decode, export, network, shape
 from tools.train_demo.drafting import Drafter
 from tools.train_demo.fit_drafter import block_loss, labels_of
 from tools.train_demo.optimise import orthogonal, rate
@@ -146,3 +146,26 @@ def test_updates_are_nearly_orthogonal() -> None:
         values = torch.linalg.svdvals(orthogonal(torch.randn(2, rows, columns)))
         assert float(values.min()) > 0.6 and float(values.max()) < 1.3
     assert rate(0, 0.0) < 0.05 and rate(1000, 0.2) == 1.0 and rate(1000, 1.0) == pytest.approx(0.02)
+
+
+def test_rounds_are_counted_as_an_engine_emits_them(tmp_path: Path) -> None:
+    """Two texts of tokens 0, 1, 2 …: one drafted rightly to depth 3, one whose right token is the second choice at depth 2."""
+    depth, choices, count = 7, 16, 13
+    ids = np.full((2, count, depth, choices), 999, np.uint16) + np.arange(choices, dtype=np.uint16)
+    logp = np.broadcast_to(-0.1 - np.arange(choices, dtype=np.float16), ids.shape).copy()
+    for i in range(count):
+        ids[0, i, :3, 0] = i + 3 + np.arange(3)  # the root of position i is token i + 2
+        ids[1, i, 0, 0], ids[1, i, 1, 1] = i + 3, i + 4
+    tokens = np.tile(np.arange(16, dtype=np.uint16), (2, 1))
+    path = tmp_path / "traces.npz"
+    lengths, ends = np.array([2, 2]), np.array([16, 16])
+    np.savez(
+        path, **{f"chat.{n}": v for n, v in (("ids", ids), ("logp", logp), ("tokens", tokens), ("prompt_length", lengths), ("end", ends))}
+    )
+    found = acceptance.judge(path, ("chat",))["chat"]
+    # 13 states each. Chain: four a round in the first text (0, 4, 8, then 12: one and the bonus), two in the second (seven rounds).
+    assert found["chain"] == round((4 + 4 + 4 + 2 + 6 * 2 + 2) / (4 + 7), 3)
+    assert found["8"] > found["chain"], "a tree holds the second choice"
+    table = found["by_depth"]
+    assert table["all"]["top1"][0] == 1.0 and table["on_spine"]["top1"][1] == pytest.approx(0.5) and table["all"]["top4"][1] == 1.0
+    assert table["off_spine"]["top1"][2] == 0.0

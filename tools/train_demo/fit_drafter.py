@@ -17,7 +17,7 @@ from tools.train_demo.fit_target import REPORT_SECONDS, Log, Rows, compiled, mix
 from tools.train_demo.network import Target
 from tools.train_demo.optimise import Clock, Optimiser, rate
 
-PEAK_RATE = 2.5e-3
+PEAK_RATE = 3e-3
 DECAY_DEPTH = 4.0  # a label at depth d weighs exp(-(d - 1) / 4): a deep guess counts only if those before it were right
 CORPUS_EVERY = 8  # every eighth step takes long rows of the corpus instead, so that far positions are not forgotten
 
@@ -80,27 +80,32 @@ def fit_drafter(
         with mixed(device):
             return block_loss(drafter(target, taps, bonus, pos), label, valid)
 
-    fast, optimiser = compiled(loss_of, log, compile_it), Optimiser(drafter, peak)
+    def own_batch() -> tuple[Tensor, ...]:
+        index = torch.randint(len(texts), (sizes.texts,), device=device)
+        some = texts.chosen(index)
+        span = (some.end - some.prompt - 1).clamp(min=1)
+        pos = (some.prompt[:, None] + torch.rand(len(index), sizes.anchors, device=device) * span[:, None]).long()
+        return kept[index], some.ids.gather(1, pos), pos, *labels_of(some.ids, pos, some.end, c.depth)
+
+    def corpus_batch() -> tuple[Tensor, ...]:
+        ids = torch.cat([rows.take(part, max(1, sizes.rows // 2), sizes.row_length, 0.4) for part in ("core", "chat")])
+        pos = torch.randint(1, sizes.row_length - 2, (len(ids), sizes.row_anchors), device=device)
+        end = torch.full((len(ids),), sizes.row_length, device=device)
+        with mixed(device):
+            taps = target.tap(ids, c.taps).to(product_type(device))
+        return taps, ids.gather(1, pos), pos, *labels_of(ids, pos, end, c.depth)
+
+    optimiser = Optimiser(drafter, peak)
+    fast = compiled(loss_of, own_batch(), log, compile_it)
+    optimiser.clear()
     step, anchors, reported = 0, 0, 0.0
     curve: list[dict[str, Any]] = []
     while (fraction := clock.fraction) < 1.0:
         corpus = step % CORPUS_EVERY == CORPUS_EVERY - 1
-        if corpus:
-            ids = torch.cat([rows.take(part, max(1, sizes.rows // 2), sizes.row_length, 0.4) for part in ("core", "chat")])
-            pos = torch.randint(1, sizes.row_length - 2, (len(ids), sizes.row_anchors), device=device)
-            end = torch.full((len(ids),), sizes.row_length, device=device)
-            with mixed(device):
-                taps = target.tap(ids, c.taps).to(product_type(device))
-        else:
-            index = torch.randint(len(texts), (sizes.texts,), device=device)
-            some = texts.chosen(index)
-            ids, end, taps = some.ids, some.end, kept[index]
-            span = (end - some.prompt - 1).clamp(min=1)
-            pos = (some.prompt[:, None] + torch.rand(len(ids), sizes.anchors, device=device) * span[:, None]).long()
-        label, valid = labels_of(ids, pos, end, c.depth)
-        loss, accuracy = (loss_of if corpus else fast)(taps, ids.gather(1, pos), pos, label, valid)
+        batch = corpus_batch() if corpus else own_batch()
+        loss, accuracy = (loss_of if corpus else fast)(*batch)
         optimiser.step(loss, rate(step, fraction))
-        step, anchors = step + 1, anchors + pos.numel()
+        step, anchors = step + 1, anchors + batch[2].numel()
         if step % 8 == 0:
             loss.item()
         if not corpus and clock.spent - reported >= REPORT_SECONDS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from tools.train_demo.corpus import Corpus, Stream
 from tools.train_demo.network import Target
 from tools.train_demo.optimise import Clock, Optimiser, rate
 
-PEAK_RATE = 2.5e-3
+PEAK_RATE = 3e-3
 LONG_FROM = 0.85  # share of the time after which every second batch has rows of the model's whole length
 REPORT_SECONDS = 15.0
 JUMP = 1.0  # nats: a held-out loss this far above the best means divergence
@@ -99,28 +99,23 @@ class Balance:
             bias += speed * torch.sign(load.mean() - load)
 
 
-def compiled(function: Callable[..., Any], log: Log, use: bool) -> Callable[..., Any]:
-    """torch.compile'd if that works here, else the function itself; the first call decides."""
+def compiled(function: Callable[..., Any], sample: Sequence[Any], log: Log, use: bool) -> Callable[..., Any]:
+    """torch.compile'd if forward and backward of a sample work so, else the function itself. function(*sample)[0] is a loss.
+
+    The sample's gradients stay in the parameters: clear them.
+    """
     if not use:
         return function
-    made = torch.compile(function, dynamic=False)
-    state: dict[str, Callable[..., Any]] = {}
-
-    def call(*args: Any) -> Any:
-        if "chosen" not in state:
-            began = time.monotonic()
-            try:
-                result = made(*args)
-                state["chosen"] = made
-                log(f"compiled in {time.monotonic() - began:.1f} s")
-                return result
-            except Exception as error:  # whatever a compiler raises: training goes on without it
-                log(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
-                torch._dynamo.reset()
-                state["chosen"] = function
-        return state["chosen"](*args)
-
-    return call
+    began = time.monotonic()
+    try:
+        made: Callable[..., Any] = torch.compile(function, dynamic=False)
+        made(*sample)[0].backward()
+    except Exception as error:  # whatever a compiler raises: training goes on without it
+        log(f"not compiled: {type(error).__name__}: {str(error)[:500]}")
+        torch._dynamo.reset()
+        return function
+    log(f"compiled in {time.monotonic() - began:.1f} s")
+    return made
 
 
 def fit_target(
@@ -132,8 +127,9 @@ def fit_target(
         with mixed(rows.device):
             return target.loss(ids)
 
-    fast, optimiser, balance = compiled(loss_of, log, compile_it), Optimiser(target, peak), Balance(target)
-    longest = target.c.max_positions
+    longest, optimiser, balance = target.c.max_positions, Optimiser(target, peak), Balance(target)
+    fast = compiled(loss_of, [rows.batch(max(1, tokens // length), length + 1, 0.0)], log, compile_it)
+    optimiser.clear()
     step, seen, reported, factor, best = 0, 0, 0.0, 1.0, math.inf
     kept: dict[str, Tensor] = {}
     curve: list[dict[str, Any]] = []

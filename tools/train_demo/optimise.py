@@ -101,9 +101,13 @@ class Optimiser:
             group["lr"] = self.peak * factor
         self._adam.step()
         self._muon.step(self.peak * factor)
+        self.clear()
+        return norm
+
+    def clear(self) -> None:
+        """Drops the gradients."""
         for p in self.params:
             p.grad = None
-        return norm
 
     def forget(self) -> None:
         """Drops all momentum, after the weights were put back."""

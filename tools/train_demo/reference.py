@@ -1,6 +1,6 @@
 """The demo's outputs by Hugging Face transformers in float32: the fixtures that the tests compare this runtime with.
 
-    python -m tools.train_demo.reference model/demo --out tests/fixtures
+    python -m tools.train_demo.reference model/demo --fixtures tests/fixtures
 
 Weights are read from the files as stored; INT4 triples are decoded here with NumPy. The target is DeepseekV3ForCausalLM, the
 drafter is put together from Qwen3's norms and rotary embedding. Writes golden.npz, golden_draft.npz and golden.json; CARD.md
@@ -31,10 +31,6 @@ from model.tokenizer import Tokenizer
 
 NEW_TOKENS = 64
 PREFIX = "language_model."
-TOOL_TEXT = (
-    "# Tools\n\n## functions\nnamespace functions {\n// Get the current weather of a city\ntype get_weather = (_: {\n  // The city\n"
-    "  city: string\n}) => any;\n}\n"
-)
 CONFIG_KEYS = (
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "n_shared_experts n_routed_experts routed_scaling_factor kv_lora_rank q_lora_rank qk_rope_head_dim v_head_dim qk_nope_head_dim "
@@ -133,30 +129,13 @@ class ReferenceDrafter:
         return self.target.lm_head(self.norm(x, "norm"))[1:]
 
 
-def prompts_of(folder: Path, fixtures: Path) -> dict[str, list[int]]:
-    """Plain text short and long (beyond the 1,024 positions that YaRN extends), chats, thinking, a tool call."""
-    tokenizer = Tokenizer.load(folder)
-    special, asked = tokenizer.special, json.loads((fixtures / "heldout_prompts.json").read_text("utf-8"))
-    long = "\n\n".join(entry["a"] for entry in asked)
+def prompts_of(fixtures: Path) -> dict[str, list[int]]:
+    """The prompts of the fixture that stands: only its outputs are made anew.
 
-    def turn(role: str, text: str, marker: str) -> list[str | int]:
-        return [special[marker], role, special["<|im_middle|>"], text, special["<|im_end|>"]]
-
-    def ask(question: str, thinking: bool = False, before: Sequence[str | int] = ()) -> list[int]:
-        opened = [special["<|im_assistant|>"], "assistant", special["<|im_middle|>"], special["<think>"]]
-        closed = [] if thinking else [special["</think>"]]
-        return tokenizer.encode_pieces([*before, *turn("user", question, "<|im_user|>"), *opened, *closed])
-
-    return {
-        "plain_short": tokenizer.encode("def add(a, b):\n"),
-        "chat_hi": ask("Hi"),
-        "chat_heldout_0": ask(asked[0]["q"]),
-        "chat_heldout_1": ask(asked[1]["q"]),
-        "chat_thinking": ask(asked[2]["q"], thinking=True),
-        "tool_call": ask("What is the weather in Paris?", before=turn("tool_declare", TOOL_TEXT, "<|im_system|>")),
-        "text_300": tokenizer.encode(long)[:300],
-        "text_1100": tokenizer.encode(long)[300:1400],
-    }
+    Plain text, short and beyond the 1,024 positions that YaRN extends, chats with and without thinking, a tool call.
+    """
+    with np.load(fixtures / "golden.npz") as held:
+        return {name.removesuffix(".ids"): held[name].tolist() for name in held.files if name.endswith(".ids")}
 
 
 @torch.no_grad()
@@ -189,14 +168,14 @@ def rounds_of(drafter: ReferenceDrafter, hidden: Sequence[Tensor], tokens: list[
 
 
 @torch.no_grad()
-def make(folder: Path, out: Path) -> None:
+def make(folder: Path, fixtures: Path) -> None:
     tokenizer, target = Tokenizer.load(folder), target_of(folder)
     drafter = ReferenceDrafter(folder / "drafter", target)
     golden: dict[str, Any] = {}
     drafts: dict[str, Any] = {}
     told: dict[str, Any] = {"transformers": transformers.__version__, "torch": torch.__version__, "dtype": "float32"}
     told |= {"date": time.strftime("%Y-%m-%d"), "new_tokens": NEW_TOKENS, "prompts": {}}
-    for name, ids in prompts_of(folder, out).items():
+    for name, ids in prompts_of(fixtures).items():
         written = greedy(target, ids)
         whole = target(torch.tensor([ids + written]), output_hidden_states=True)
         logits = whole.logits[0]
@@ -215,9 +194,9 @@ def make(folder: Path, out: Path) -> None:
         }
         told["prompts"][name]["smallest_margin"] = float(margin[len(ids) - 1 :].min())
         print(name, len(ids), repr(told["prompts"][name]["continuation"][:100]))
-    np.savez_compressed(out / "golden.npz", **golden)
-    np.savez_compressed(out / "golden_draft.npz", **drafts)
-    (out / "golden.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    np.savez_compressed(fixtures / "golden.npz", **golden)
+    np.savez_compressed(fixtures / "golden_draft.npz", **drafts)
+    (fixtures / "golden.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def main() -> int:
@@ -225,9 +204,11 @@ def main() -> int:
         "python -m tools.train_demo.reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="checkpoint folder with a drafter")
-    parser.add_argument("--out", type=Path, required=True, help="folder that holds heldout_prompts.json and gets the fixtures")
+    parser.add_argument(
+        "--fixtures", type=Path, required=True, help="folder of golden.npz, whose prompts stay and whose outputs are made anew"
+    )
     args = parser.parse_args()
-    make(args.folder, args.out)
+    make(args.folder, args.fixtures)
     return 0
 
 

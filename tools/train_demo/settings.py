@@ -27,7 +27,7 @@ class Settings:
     chat_prompts: int
     new_tokens: int
     reserve_seconds: float
-    target_share: float = 0.56
+    target_share: float = 0.5
     texts_share: float = 0.12
 
 
