@@ -61,6 +61,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 async def count_tokens(service: Service, request: CountRequest, _: Receive) -> ASGIApp:
     loaded = service.ready(request.model, generates=False)
     messages, places = _messages(request)
+    _budget(request)
     asked = ChatRequest(messages=messages, tools=tools_of(request.tools), chat_template_kwargs=_thinking(request))
     try:
         ids = await encode_messages(service, loaded, asked)

@@ -276,6 +276,7 @@ REFUSED = [
     ("/v1/messages", {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 5}, "messages[0].content[0].type"),
     ("/v1/messages", {"messages": [*TALK, {"role": "assistant", "content": "so"}], "max_tokens": 5}, "messages[1].role"),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ("/v1/messages/count_tokens", {"messages": TALK, "thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),
 ]
 
 
