@@ -8,6 +8,7 @@ A folder holds config.json and either one model.safetensors or an index with its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ Progress = Callable[[str, int], None]  # (tensor name, bytes read)
 VISION = ("vision_tower.", "mm_projector.")
 READABLE = ("bf16", "f16", "f32", "i32", "i64", "u8")
 MAX_TP = 64
+_AXES = ("rows", "cols")
 
 
 class Checkpoint:
@@ -47,7 +49,7 @@ class Checkpoint:
         self._tensors = tensors
         self._progress = progress
         self._shards: dict[str, Any] = {}
-        self._starts: dict[str, int] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
         self._check_triples()
 
     @classmethod
@@ -95,7 +97,7 @@ class Checkpoint:
         tensor = self._find(name)
         self._check_readable(tensor)
         whole, cuts = rows is None and cols is None, (rows,) if cols is None else (rows, cols)
-        window = () if whole else tuple(self._bounds(tensor, axis, cut) for axis, cut in enumerate(cuts))
+        window = () if whole else tuple(slice(*self._bounds(tensor, axis, cut)) for axis, cut in enumerate(cuts))
         try:
             shard = self._shards.get(tensor.file)
             if shard is None:
@@ -111,13 +113,15 @@ class Checkpoint:
         """What `get` reads, not read yet: its place in its file for who fetches it alone, and `get` itself."""
         tensor = self._find(name)
         self._check_readable(tensor)
-        cuts = [self._bounds(tensor, axis, cut) for axis, cut in enumerate((rows, cols)) if axis < len(tensor.shape) or cut is not None]
-        shape = tuple(cut.stop - cut.start for cut in cuts) + tensor.shape[2:]
-        matrix = [slice(0, 1)] * (2 - len(cuts)) + cuts
-        spans = [(cut.start, cut.stop) for cut in matrix]
-        start = self._data_start(tensor.file) + tensor.start
-        window = FileWindow(self.folder / tensor.file, start, tensor.dtype, tensor.shape[-1], spans[0], spans[1])
-        return Source(shape, tensor.dtype, (window,), (lambda: self.get(name, rows, cols),))
+        if len(tensor.shape) == 1 and cols is None:
+            spans = (0, 1), self._bounds(tensor, 0, rows)
+            shape: tuple[int, ...] = (spans[1][1] - spans[1][0],)
+        else:
+            spans = self._bounds(tensor, 0, rows), self._bounds(tensor, 1, cols)
+            shape = (spans[0][1] - spans[0][0], spans[1][1] - spans[1][0])
+        path, data = self._place(tensor.file)
+        window = FileWindow(path, data + tensor.start, tensor.dtype, tensor.shape[-1], *spans)
+        return Source(shape, tensor.dtype, (window,), (partial(self.get, name, rows, cols),))
 
     def triple(self, prefix: str, rows: slice | None = None, cols: slice | None = None) -> Triple:
         """The INT4 matrix of the triple `prefix`.weight_{packed,scale,shape}, or a window of it in whole groups."""
@@ -128,14 +132,14 @@ class Checkpoint:
         if said != (n, k):
             where = f"{self.folder / self._find(shape_name).file}: {shape_name}"
             raise CheckpointError(f"{where} says {said}, but {packed_name} {packed.shape} holds {(n, k)}")
-        cut = self._bounds(packed._replace(shape=(n, k)), 1, cols)
-        if cut.start % GROUP or cut.stop % GROUP:
+        start, stop = self._bounds(packed, 1, cols, k)
+        if start % GROUP or stop % GROUP:
             raise CheckpointError(
-                f"{self.folder / packed.file}: columns {cut.start}:{cut.stop} of {packed_name} ({k} inputs) split a group of {GROUP} "
+                f"{self.folder / packed.file}: columns {start}:{stop} of {packed_name} ({k} inputs) split a group of {GROUP} "
                 f"that shares one scale; this width can be cut for tensor-parallel sizes {legal_tp_sizes(k)}"
             )
-        words = self.source(packed_name, rows, slice(cut.start // 8, cut.stop // 8))
-        return Triple(words, self.source(scale_name, rows, slice(cut.start // GROUP, cut.stop // GROUP)))
+        words = self.source(packed_name, rows, slice(start // 8, stop // 8))
+        return Triple(words, self.source(scale_name, rows, slice(start // GROUP, stop // GROUP)))
 
     def get_w4(
         self, prefix: str, rows: slice | None = None, cols: slice | None = None
@@ -170,23 +174,29 @@ class Checkpoint:
         if tensor.dtype not in READABLE:
             raise CheckpointError(f"{self.folder / tensor.file}: {tensor.name} is {tensor.dtype}; readable are {', '.join(READABLE)}")
 
-    def _data_start(self, file: str) -> int:
-        """The byte after a shard's header."""
-        if file not in self._starts:
-            with (self.folder / file).open("rb") as shard:
-                self._starts[file] = 8 + int.from_bytes(shard.read(8), "little")
-        return self._starts[file]
+    def _place(self, file: str) -> tuple[Path, int]:
+        """A shard's path and the byte after its header."""
+        if file not in self._places:
+            path = self.folder / file
+            with path.open("rb") as shard:
+                self._places[file] = path, 8 + int.from_bytes(shard.read(8), "little")
+        return self._places[file]
 
-    def _bounds(self, tensor: Stored, axis: int, cut: slice | None) -> slice:
-        where, axis_name = f"{self.folder / tensor.file}: {tensor.name}", ("rows", "cols")[min(axis, 1)]
+    def _bounds(self, tensor: Stored, axis: int, cut: slice | None, size: int | None = None) -> tuple[int, int]:
+        """First and last of a cut along an axis, of `size` entries if not the stored ones."""
         if axis >= len(tensor.shape):
-            raise CheckpointError(f"{where} has shape {tensor.shape}: it can not be cut by {axis_name} {cut}")
-        size = tensor.shape[axis]
-        start = 0 if cut is None or cut.start is None else cut.start
-        stop = size if cut is None or cut.stop is None else cut.stop
-        if cut is not None and (cut.step not in (None, 1) or not 0 <= start < stop <= size):
-            raise CheckpointError(f"{where}: {axis_name} {cut} do not lie inside 0:{size} with step 1")
-        return slice(int(start), int(stop))
+            raise CheckpointError(
+                f"{self.folder / tensor.file}: {tensor.name} has shape {tensor.shape}: it can not be cut by {_AXES[min(axis, 1)]} {cut}"
+            )
+        size = tensor.shape[axis] if size is None else size
+        if cut is None:
+            return 0, size
+        start = 0 if cut.start is None else int(cut.start)
+        stop = size if cut.stop is None else int(cut.stop)
+        if cut.step not in (None, 1) or not 0 <= start < stop <= size:
+            where = f"{self.folder / tensor.file}: {tensor.name}"
+            raise CheckpointError(f"{where}: {_AXES[min(axis, 1)]} {cut} do not lie inside 0:{size} with step 1")
+        return start, stop
 
     def _check_triples(self) -> None:
         faults = []
