@@ -41,7 +41,7 @@ class TimedDecoding(NoSpeculation):
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
-        self._clock = StepClock(curve)
+        self._clock = StepClock(curve, prompts=True)
 
     def before_step(self, load: Load, stats: EngineStats) -> None:
         self._clock.start(load, stats)

@@ -12,10 +12,14 @@ from runtime.stats import EngineStats
 
 
 class StepClock:
-    """From `start` to `stop` is one step. The host's share is what neither verification nor draft explains."""
+    """From `start` to `stop` is one step. The host's share is what neither verification nor draft explains.
 
-    def __init__(self, curve: CostCurve) -> None:
-        self.curve = curve
+    prompts: whether steps that are mostly prompt rows count. They cost less than trees of as many rows, since a chunk
+    wants one token (at 1,024 rows the head is 2.4 TFLOP), so a curve that trees are priced by should not learn from them.
+    """
+
+    def __init__(self, curve: CostCurve, prompts: bool = False) -> None:
+        self.curve, self.prompts = curve, prompts
         self.load = Load(0, 0, 1 << 30, 0, 0)  # of the step that was started last
         self.drafted = 0  # streams drafted for in it
         self._draft_s = self._started_s = self._verify_s = 0.0
@@ -37,7 +41,8 @@ class StepClock:
         """Teaches the curve; seconds of the whole step."""
         step_s = stats.stage_s["verify"] - self._verify_s
         whole_s = time.perf_counter() - self._started_s
-        self.curve.observe_step(bucket, self.load.ctx, step_s)
+        if self.prompts or 2 * self.load.prompt <= bucket:
+            self.curve.observe_step(bucket, self.load.ctx, step_s)
         self.curve.observe_overhead(max(whole_s - step_s - self._draft_s, 1e-9))
         if self.drafted:
             self.curve.observe_draft(self.drafted, self._draft_s)

@@ -41,7 +41,7 @@ class SurveyTrees:
 
     def __init__(self, executor: Executor, curve: CostCurve, depth: int) -> None:
         self._executor = executor
-        self._clock = StepClock(curve)
+        self._clock = StepClock(curve, prompts=True)
         self.depth = depth
         self.nodes = NODES if depth else 0
         self.rows = 0
@@ -103,7 +103,7 @@ class Survey:
         reached = max(s for s in STREAMS if s <= self._config.max_num_seqs) * (1 + self.trees.nodes)
         for rows in (m for m in wanted if m > reached):
             self._restart()
-            self._prompts([rows])
+            self._prompts([rows], heard=True)
         for ctx in LONG_CONTEXTS:
             self._long(ctx, wanted)
 
@@ -145,11 +145,11 @@ class Survey:
             self.trees.heard, self.trees.rows = True, rows
             self._engine.step()
 
-    def _prompts(self, lengths: Sequence[int]) -> None:
-        """Prompts out of the text so far, computed and heard until all of them decode."""
+    def _prompts(self, lengths: Sequence[int], heard: bool) -> None:
+        """Prompts out of the text so far, computed until all of them decode."""
         if self._late or len(self._text) < 2:
             return
-        self.trees.heard, self.trees.rows = True, 0
+        self.trees.heard, self.trees.rows = heard, 0
         for i, length in enumerate(lengths):
             self._submit(np.resize(np.roll(self._text, -97 * i), min(length, self._engine.max_model_len - 2)).tolist())
         while not self._late and self.trees.load.decoding < len(lengths) <= self._open:
@@ -168,6 +168,6 @@ class Survey:
         if prefill_s > PREFILL_SHARE * (self._end_s - time.perf_counter()):
             return
         self._restart()
-        self._prompts([ctx // streams] * streams)
+        self._prompts([ctx // streams] * streams, heard=False)
         for rows in [streams, *(m for m in edges if streams < m <= streams * (1 + self.trees.nodes))]:
             self._repeat(streams, rows, REPEATS)

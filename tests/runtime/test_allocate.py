@@ -138,6 +138,16 @@ def test_prompts_and_other_rows_are_priced(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == [15, 1]
 
 
+def test_steps_of_prompts_do_not_teach_what_trees_cost() -> None:
+    spec, stats = BudgetSpeculation(Drafter(), AUTO, curve()), EngineStats()
+    for prompt, seen in ((50, 0), (30, 1)):
+        spec.before_step(Load(4, prompt, 64, 16, 0), stats)
+        with stats.stage("verify"):
+            time.sleep(1e-4)
+        spec.after_step(4 + prompt, 64, {}, 0.0, stats)
+        assert spec.curve._steps[0].count[-1] == seen
+
+
 def test_a_wrong_outcome_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: trees whose kept nodes are not closed break the plan's protocol."""
 
