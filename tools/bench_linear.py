@@ -40,6 +40,7 @@ from tools.tune import write_tuned
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 1024)
 TUNE_ROWS = (16, 8, 1)
+ENTRANTS = 60  # candidates timed, likeliest first: some 20 ms each
 FINALISTS = 6  # of the candidates at 16 rows, timed at fewer too
 COLD_BYTES, POOL_BYTES = 192 << 20, 5 << 29
 MAX_ERROR = {False: 4e-3, True: 1e-4}  # relative L2 of sampled results; rounding to bf16 alone gives 1.7e-3
@@ -174,10 +175,11 @@ def usable(shapes: Sequence[Shape], arch: str) -> set[tuple[tuple[str, int], ...
 def tune(device: Any, pool: Any, shape: Shape, built: set[Any], seconds: float) -> tuple[Config, dict[int, float]]:
     """The candidate of the least time summed over TUNE_ROWS, each relative to the best there; and its times."""
     times: dict[Config, dict[int, float]] = {}
-    entered = [
-        c for c in candidates(shape.dims(MOST_ROWS), device.arch)
-        if all(tuple(replace(c, columns=n).defines().items()) in built for n in (8, 16))
+    dims, hw = shape.dims(MOST_ROWS), find_hardware("h200")
+    fitting = [
+        c for c in candidates(dims, device.arch) if all(tuple(replace(c, columns=n).defines().items()) in built for n in (8, 16))
     ]  # fmt: skip
+    entered = sorted(fitting, key=lambda c: predict_us(dims, c, hw, device.sms, device.arch))[:ENTRANTS]
     for m in TUNE_ROWS:
         case = Case(device, pool, shape, m)
         for config in entered:

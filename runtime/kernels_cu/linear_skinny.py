@@ -21,6 +21,7 @@ SOURCE = "linear_skinny.cu"
 ENTRIES = ("linear_skinny", "linear_skinny_f32")
 CHUNK, FRAG_ROWS, FRAG, PAD_BYTES = 32, 16, 128, 64  # kChunk, rows of a warp, kFrag, kPad of linear_skinny.cu
 MOST_ROWS = 16
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MAX_SMEM_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120a": 101_376}
 SM_SMEM_BYTES = {"sm_80": 167_936, "sm_89": 102_400, "sm_90a": 233_472, "sm_100a": 233_472, "sm_120a": 102_400}
 _LAUNCH_US, _FLIGHT_US = 1.5, 1.0  # a launch; memory latency under load. Estimates until a record exists
@@ -135,10 +136,10 @@ def workspace_bytes(dims: Dims, config: Config) -> dict[str, int]:
 
 
 def candidates(dims: Dims, arch: str = "sm_90a") -> list[Config]:
-    """Legal configurations: every shape of a block, splits of K by powers of two."""
+    """Legal configurations: every shape of a block; splits of K so that blocks come in whole waves of some card."""
     columns = 8 if dims.M <= 8 else 16
     shapes = [(wn, wk, depth) for wn, wk in ((8, 1), (4, 2), (2, 4), (1, 8), (4, 1), (2, 2)) for depth in (4, 2)]
-    every = [Config(columns, *shape, splits) for shape in shapes for splits in (1, 2, 4, 8, 16)]
+    every = [Config(columns, *shape, splits) for shape in shapes for splits in SPLITS]
     return [config for config in every if config.fits(dims, arch)]
 
 
