@@ -136,8 +136,11 @@ def test_a_config_file_a_trace_and_the_lines_of_the_log(tiny: str, tmp_path: Pat
     assert popen.wait(20) == 0
     log = (tmp_path / "stderr").read_text(encoding="utf-8")
     assert "Avg generation throughput" in log and "SpecDecoding metrics: Mean acceptance length" in log
-    spans = {event["name"] for event in json.loads(trace.read_text(encoding="utf-8")) if event["ph"] == "X"}
-    assert spans == {"step", *STAGES}
+    assert re.search(r"Distinct experts: \d+\.\d of \d+ \(\d+%\)", log)
+    events = json.loads(trace.read_text(encoding="utf-8"))
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"step", *STAGES}
+    steps = [event["args"] for event in events if event["name"] == "step"]
+    assert all(1 <= step["experts"] <= step["rows"] * 8 for step in steps), "of each step: at least one, at most top_k a row"
 
 
 def test_a_config_file_that_names_no_option_ends_with_2(tmp_path: Path) -> None:
