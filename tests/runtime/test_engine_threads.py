@@ -139,16 +139,16 @@ def test_steps_without_progress_are_reported(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine._cycle, "run", thrash)
     engine.submit(make_request("a", list(range(2, 42)), max_tokens=2))
     engine.start()
-    _wait_for(lambda: engine.check_health() is not None)
+    _wait_for(lambda: "steps finish without any progress" in str(engine.check_health()))
     said = str(engine.check_health())
-    assert "steps finish without any progress" in said and "limit 0.2 s" in said and "1 requests are open" in said
+    assert "limit 0.2 s" in said and "1 requests are open" in said
     assert engine.stats().steps > 20, "the steps themselves went on"
     assert engine.shutdown(0.0)
 
 
 def test_a_long_prompt_is_progress() -> None:
-    """80 chunks of 5 ms are longer than the deadline, and every one of them moves something."""
-    engine = make_engine(ScriptedExecutor(delay_s=0.005, max_rows=16, num_pages=512, max_positions=2048), step_deadline_s=0.2)
+    """80 chunks of 20 ms are longer than the deadline, and every one of them moves something."""
+    engine = make_engine(ScriptedExecutor(delay_s=0.02, max_rows=16, num_pages=512, max_positions=2048), step_deadline_s=1.0)
     got: list[Emission] = []
     engine.submit(make_request("a", [2 + i % 40 for i in range(1280)], max_tokens=2, ignore_eos=True), got.append)
     engine.start()
@@ -156,5 +156,5 @@ def test_a_long_prompt_is_progress() -> None:
     while not finishes(got):
         ill.append(engine.check_health())
         time.sleep(0.002)
-    assert time.monotonic() - began > 0.3 and not any(ill)
+    assert time.monotonic() - began > 1.2 and not any(ill)
     assert engine.shutdown(1.0)
