@@ -228,7 +228,10 @@ def block_logits(
     cache: Cache,
     page_size: int,
 ) -> Array:
-    """Logits [B*(block-1), V] f32 of the mask slots. token, pos [B*block]: each root, then masks; mask_rows: their row numbers."""
+    """Logits [B*(block-1), V / tp] f32 of the mask slots: this rank's share of the vocabulary.
+
+    token, pos [B*block]: each root, then masks; mask_rows: their row numbers.
+    """
     m = len(token)
     x, h, delta = (ops.buffer(f"draft_{name}", (m, c.hidden)) for name in ("x", "h", "delta"))
     raw = ops.buffer("draft_q_raw", (m, c.heads * c.head_dim))
@@ -247,7 +250,7 @@ def block_logits(
         swiglu(ops, layer.mlp, h, out=delta)
         following = w.layers[i + 1].input_norm if i + 1 < c.layers else w.norm
         ops.add_rms_norm(x, delta, following, c.eps, out=h)
-    return kimi_k26.head_logits(ops, comm, target, h, mask_rows, c.vocab)
+    return kimi_k26.own_logits(ops, target, h, mask_rows)
 
 
 def block_rows(c: Config, plan: DraftPlan, last_position: int) -> tuple[Array, Array, Array]:

@@ -356,12 +356,18 @@ def swiglu(ops: Any, mlp: Mlp, h: Array, *, out: Array) -> None:
 
 def head_logits(ops: Any, comm: Any, w: Weights, h: Array, rows: Array, vocab: int) -> Array:
     """Logits [len(rows), V] f32 of some rows of h: this rank's share of the vocabulary, then everybody's."""
-    chosen = ops.buffer("head_rows", (len(rows), h.shape[1]))
-    local: Array = ops.buffer("local_logits", (len(rows), w.head.shape[0]), "f32")
-    ops.gather_rows(h, rows, out=chosen)
-    ops.linear_f32(chosen, w.head, out=local)
+    local = own_logits(ops, w, h, rows)
     if comm.world == 1:
         return local
     logits: Array = ops.buffer("logits", (len(rows), vocab), "f32")
     comm.all_gather(local, out=logits)
     return logits
+
+
+def own_logits(ops: Any, w: Weights, h: Array, rows: Array) -> Array:
+    """Logits [len(rows), V / tp] f32 of some rows of h over this rank's share of the vocabulary."""
+    chosen = ops.buffer("head_rows", (len(rows), h.shape[1]))
+    local: Array = ops.buffer("local_logits", (len(rows), w.head.shape[0]), "f32")
+    ops.gather_rows(h, rows, out=chosen)
+    ops.linear_f32(chosen, w.head, out=local)
+    return local

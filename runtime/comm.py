@@ -22,6 +22,9 @@ class Comm(Protocol):
     def all_reduce_norm(self, ops: Any, x: Array, delta: Array, w: Array, eps: float, *, out: Array) -> None:
         """x [M, H] += the sum over ranks of delta; out = rms_norm(x) w: what follows every layer's half. Leaves delta undefined."""
 
+    def top_logprobs(self, ops: Any, logits: Array, *, ids: Array, logp: Array) -> None:
+        """ops.top_logprobs over the whole vocabulary, of which this rank has logits [M, V / W]."""
+
     def all_gather(self, x: Array, *, out: Array) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
 
@@ -37,6 +40,9 @@ class SoloComm:
 
     def all_reduce_norm(self, ops: Any, x: Array, delta: Array, w: Array, eps: float, *, out: Array) -> None:
         ops.add_rms_norm(x, delta, w, eps, out=out)
+
+    def top_logprobs(self, ops: Any, logits: Array, *, ids: Array, logp: Array) -> None:
+        ops.top_logprobs(logits, ids=ids, logp=logp)
 
     def all_gather(self, x: Array, *, out: Array) -> None:
         out[:] = x

@@ -173,6 +173,11 @@ class NullComm:
         self.all_reduce(delta)
         ops.add_rms_norm(x, delta, w, eps, out=out)
 
+    def top_logprobs(self, ops: Any, logits: ShapeOnly, *, ids: ShapeOnly, logp: ShapeOnly) -> None:
+        ops.top_logprobs(logits, ids=ids, logp=logp)
+        if self.world > 1:  # id and logit of each, and a sum
+            self.calls[Collective("all_gather", len(ids), self.world * 8 * (ids.shape[1] + 1))] += 1
+
     def all_gather(self, x: ShapeOnly, *, out: ShapeOnly) -> None:
         wanted = (x.shape[0], x.shape[1] * self.world)
         if out.shape != wanted or out.dtype != x.dtype:

@@ -62,7 +62,8 @@ def walk_draft(d: dflash.Config, c: Config, tp: int, streams: int, top_k: int = 
     dflash.write_context(ops, d, w, cast(Any, taps), plan, kv_cache)
     rows, masks = streams * d.block, streams * d.depth
     logits = dflash.block_logits(ops, comm, d, w, target, i32(rows), i32(rows), i32(masks), plan, kv_cache, PAGE_SIZE)
-    ops.top_logprobs(logits, ids=ops.buffer("draft_ids", (masks, top_k), "i32"), logp=ops.buffer("draft_logp", (masks, top_k), "f32"))
+    ids, logp = ops.buffer("draft_ids", (masks, top_k), "i32"), ops.buffer("draft_logp", (masks, top_k), "f32")
+    comm.top_logprobs(ops, cast(Any, logits), ids=ids, logp=logp)
     return StepCalls(tp, tuple(ops.calls.items()), tuple(comm.calls.items()))
 
 

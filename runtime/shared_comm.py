@@ -56,6 +56,33 @@ class SharedComm:
         self.all_reduce(delta)
         ops.add_rms_norm(x, delta, w, eps, out=out)
 
+    def top_logprobs(self, ops: Any, logits: Array, *, ids: Array, logp: Array) -> None:
+        """The K likeliest tokens of the whole vocabulary, of which this rank has logits [M, V / W]: ids, logp [M, K].
+
+        Ranks tell each other K tokens, their logits, and the log of their sum of exponentials. A log-probability may differ from the
+        whole's in its last bits: one sum is cut.
+        """
+        (rows, share), top = logits.shape, ids.shape[1]
+        if top > share:
+            whole = ops.buffer("draft_logits", (rows, share * self.world), "f32")
+            self.all_gather(logits, out=whole)
+            ops.top_logprobs(whole, ids=ids, logp=logp)
+            return
+        own_ids, own_logp = ops.buffer("own_top_ids", (rows, top), "i32"), ops.buffer("own_top_logp", (rows, top), "f32")
+        ops.top_logprobs(logits, ids=own_ids, logp=own_logp)
+        value = np.take_along_axis(logits, own_ids.astype(np.int64), axis=1)
+        told = np.concatenate([(own_ids + self.rank * share).view(np.float32), value, value[:, :1] - own_logp[:, :1]], axis=1)
+        heard = np.empty((rows, self.world * told.shape[1]), np.float32)
+        self.all_gather(told, out=heard)
+        parts = heard.reshape(rows, self.world, -1)
+        names = np.ascontiguousarray(parts[:, :, :top]).view(np.int32).reshape(rows, -1)
+        values, sums = parts[:, :, top : 2 * top].reshape(rows, -1), parts[:, :, -1].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # rows with NaN
+            best = np.lexsort((names, -values), axis=1)[:, :top]
+            total = np.logaddexp.reduce(sums, axis=1)
+            ids[:] = np.take_along_axis(names, best, axis=1)
+            logp[:] = np.take_along_axis(values, best, axis=1) - total[:, None]
+
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Every rank's bytes, equally many of each (1 MiB at most), in rank order. Waits as long as all live: others may be loading."""
         return [part.tobytes() for part in self._exchange(np.frombuffer(mine, np.uint8), patient=True)]

@@ -22,7 +22,7 @@ class TargetModel(Protocol):
         """Materialises drafter context of the plan's tap_rows."""
 
     def block(self, ops: Any, comm: Any, plan: DraftPlan) -> Array:
-        """Logits [B*D, V] f32 of the blocks of the plan's roots."""
+        """Logits [B*D, V / tp] f32 of the blocks of the plan's roots: this rank's share of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Worker:
         logits = self._model.block(ops, self._comm, plan)
         ids = ops.buffer("draft_ids", (streams * depth, top_k), "i32")
         logp = ops.buffer("draft_logp", (streams * depth, top_k), "f32")
-        ops.top_logprobs(logits, ids=ids, logp=logp)
+        self._comm.top_logprobs(ops, logits, ids=ids, logp=logp)
         shape = (streams, depth, top_k)
         return DraftLogits(ops.host(ids).reshape(shape), ops.host(logp).reshape(shape))
 

@@ -136,7 +136,7 @@ class Recording:
             ops.recorded.append(Recorded("block_rows", {}, fields.prepare(call)))
             logits = self._model.block_from(ops, self._comm, view.plan, (token, pos, mask_rows))
             made = {name: ops.buffer(f"draft_{name}", (masks, c.width), c.dtype) for name, c in draft_columns(top).items()}
-            ops.top_logprobs(logits, **made)
+            self._comm.top_logprobs(ops, logits, **made)
             self._last(fields, results.call(made, live=live_masks.flat, number=fields.number))
             return self._program("block", streams, 0, results, logits=logits)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.kernels_cu import all_reduce, dense
+from runtime.kernels_cu import all_reduce, dense, top_merge
 from runtime.kernels_cu.array import WIDTHS, DeviceArray
 from runtime.kernels_cu.device import Device, Runnable
 from runtime.kernels_cu.recorder import Recorded, Recorder
@@ -94,6 +94,26 @@ class PeerComm:
         rows, norm = x.shape[0], all_reduce.Norm(x.flat, w.flat, out.flat, eps)
         seq = self._recorder.alive(rows)
         self._append("all_reduce_norm", self._memory.shot(self._recorder.device, way, rows, delta.flat, norm, seq))
+
+    def top_logprobs(self, ops: Any, logits: DeviceArray, *, ids: DeviceArray, logp: DeviceArray) -> None:
+        """The K likeliest tokens of the whole vocabulary, of which this rank has logits [M, V / W]: ids, logp [M, K]."""
+        (rows, share), top, config = logits.shape, ids.shape[1], top_merge.Config(self.world)
+        if not config.fits(share, top):
+            whole = ops.buffer("draft_logits", (rows, share * self.world), "f32")
+            self.all_gather(logits, out=whole)
+            ops.top_logprobs(whole, ids=ids, logp=logp)
+            return
+        own_ids, own_logp = ops.buffer("own_top_ids", (rows, top), "i32"), ops.buffer("own_top_logp", (rows, top), "f32")
+        ops.top_logprobs(logits, ids=own_ids, logp=own_logp)
+        nbytes, device, live = config.part_bytes(rows, top), self._recorder.device, self._recorder.counted("rows")
+        own, parts = (self._recorder.arena.take(f"comm.top_{name}", n) for name, n in (("own", nbytes), ("parts", nbytes * self.world)))
+        functions = device.functions(top_merge.SOURCE, config.defines(), top_merge.ENTRIES)
+        made = {"logits": logits.flat, "ids": own_ids.flat, "logp": own_logp.flat, "live": live, "out": own}
+        pack = top_merge.top_pack(config, rows, share, top, self.rank * share, **made)
+        merge = top_merge.top_merge(config, rows, top, parts=parts, live=live, ids=ids.flat, logp=logp.flat)
+        self._append("top_merge", device.prepare(pack, functions))
+        self._append("all_gather", self._large.all_gather(own, parts, nbytes))
+        self._append("top_merge", device.prepare(merge, functions))
 
     def all_gather(self, x: DeviceArray, *, out: DeviceArray) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""

@@ -1,0 +1,6 @@
+// Entry points for ctypes: the merge of ranks' likeliest tokens under the shim.
+#include "top_merge.cu"
+#include "launch.h"
+
+KCPU_ENTRY(top_pack)
+KCPU_ENTRY(top_merge)
