@@ -142,7 +142,7 @@ def test_steps_without_progress_are_reported(monkeypatch: pytest.MonkeyPatch) ->
     _wait_for(lambda: "steps finish without any progress" in str(engine.check_health()))
     said = str(engine.check_health())
     assert "limit 0.2 s" in said and "1 requests are open" in said
-    assert engine.stats().steps > 20, "the steps themselves went on"
+    assert engine.stats().steps > 5 and engine.stats().progress == 16, "the steps went on, over the same 16 positions"
     assert engine.shutdown(0.0)
 
 
