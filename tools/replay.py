@@ -73,6 +73,18 @@ def load_states(path: Path, part: slice = slice(None)) -> States:
     return States(DraftLogits(all_ids, all_logp), np.concatenate(truth), np.repeat(np.cumsum(lengths), lengths))
 
 
+def draw_truth(states: States, seed: int) -> States:
+    """The same drafts before a target that draws each token from them: every value is then exactly right.
+
+    What is not among the K recorded choices is a token that no tree holds (-2). A calibration can not be better than here.
+    """
+    ids, chance = states.logits.ids, np.exp(states.logits.logp.astype(np.float64))
+    rank = (np.random.default_rng(seed).random(chance.shape[:2])[:, :, None] > np.cumsum(chance, axis=2)).sum(axis=2)
+    choices = ids.shape[2]
+    drawn = np.take_along_axis(ids, np.minimum(rank, choices - 1)[:, :, None], axis=2)[:, :, 0]
+    return States(states.logits, np.where(states.truth < 0, -1, np.where(rank < choices, drawn, -2)), states.last)
+
+
 @dataclass(frozen=True, slots=True)
 class Grown:
     """The trees of all states, and where the target's path runs through them."""

@@ -3,11 +3,14 @@
 
     python tools/simulate.py --traces traces.npz
     python tools/simulate.py --traces traces.npz --curves h200-tp8 my-curve.json --streams 1 10 64 --out sim.jsonl
+    python tools/simulate.py --traces traces.npz --half odd --draw 0 --curves h200-tp8 rtxpro6000-tp8 --streams 8 10 16 32 64 \\
+        --out tools/results/sweetspot_bound.jsonl
 
 Policies: plain (no draft), chain (the drafter's top-1 chain), tree (a fixed one), uniform (the best of all fixed trees, found by
 trying every budget), auto (what the engine does: one budget for all streams, argmax over every n, values calibrated as it goes, streams
 weighted by ease), auto-uncalibrated and auto-unweighted (without one of these), first-descent (stops where the rate first
 falls: why one must not), oracle (knows the accepted path).
+--draw: the target draws its tokens from the drafts, so that no calibration could be better: the bound of auto's gain.
 Not in it: correlated routing, growing context, prompts, sampling above temperature 0.
 """
 
@@ -31,7 +34,7 @@ from runtime.outlook import Outlook
 from runtime.price import Price
 from runtime.tree import Forest
 from runtime.types import I64, Bools
-from tools.replay import Grown, States, grow_states, load_states
+from tools.replay import Grown, States, draw_truth, grow_states, load_states
 
 CURVES = Path(__file__).with_name("curves")
 RESULTS = Path(__file__).with_name("results") / "sweetspot_sim.jsonl"
@@ -230,17 +233,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--curves", nargs="+", default=list(NAMES), help=f"names in tools/curves or JSON files (default {' '.join(NAMES)})")
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS), help="numbers of streams")
     parser.add_argument("--half", choices=sorted(HALVES), default="all", help="texts to replay: all, or every second one (default all)")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="a target that follows the drafter's probabilities exactly")
     parser.add_argument("--passes", type=float, default=1.0, help="how often each stream reads all texts (default 1)")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"JSON lines, written anew (default {RESULTS.name})")
     args = parser.parse_args(argv)
     try:
         curves = [find_curve(name) for name in args.curves]
         states = load_states(args.traces, HALVES[args.half])
+        texts = args.half if args.draw is None else f"{args.half}, drawn {args.draw}"
     except (ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     from rich.progress import track
 
+    if args.draw is not None:
+        states = draw_truth(states, args.draw)
     grown = grow_states(states)
     accepts = {count: uniform_accepts(states, grown, count) for count in args.streams}
     records: list[Record] = []
@@ -249,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records += simulate(Replay(name, curve, states, grown, args.passes), count, accepts[count])
     show(records)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text("".join(json.dumps({**_rounded(record), "texts": args.half}) + "\n" for record in records), encoding="utf-8")
+    args.out.write_text("".join(json.dumps({**_rounded(record), "texts": texts}) + "\n" for record in records), encoding="utf-8")
     print(f"wrote {len(records)} records to {args.out}")
     return 0
 
