@@ -99,7 +99,7 @@ def _values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     if name.endswith("norm.weight"):
         return 1.0, 0.1
     if name.endswith("e_score_correction_bias"):
-        return 0.0, 0.1
+        return 0.0, 0.0  # experts are chosen evenly
     if name.endswith("weight_scale"):
         scale = float((shape[-1] * GROUP) ** -0.5 / CODE_SPREAD)
         return scale, scale / 4  # never negative: the hash reaches 3.5 spreads

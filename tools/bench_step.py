@@ -8,8 +8,9 @@
 A step is the graph that serves: plan read, every layer, head, sampling, results published; its rows are chains in --streams
 sequences of --ctx tokens, every row's next token wanted. ms is the mean of back-to-back replays; an op's time that of its own
 launches replayed alone, so that the ops' sum is above the step, whose kernels overlap. share = floor / ms; floors as in
-tools/roofline.py (experts drawn uniformly). host_us is what `worker.step` takes beyond the graph. A prompt is timed as the engine
-would run it, in chunks of the largest bucket, one token wanted at its end.
+tools/roofline.py, but for the distinct experts that the rows of this very step chose, counted layer by layer. host_us is what
+`worker.step` takes beyond the graph. A prompt is timed as the engine would run it, in chunks of the largest bucket, one token
+wanted at its end.
 Without a GPU it says so and prints the planned floors.
 """
 
@@ -32,6 +33,7 @@ from runtime import loading
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cost import Cost
 from runtime.cuda_loading import join_peers, load_parts, make_cuda_worker
+from runtime.graph.audit import group_ops
 from runtime.graph.buckets import DEFAULT_SIZES
 from runtime.graph.probe import Probe
 from runtime.hw import HARDWARE, Hardware, find_hardware
@@ -111,16 +113,40 @@ def probe_of(worker: Any, setup: Setup, streams: int, ctx: int) -> Probe:
 
 def measure_steps(worker: Any, setup: Setup, repeats: int) -> list[Step]:
     """Every bucket whose rows all want a token, by rising M."""
-    probe = probe_of(worker, setup, setup.streams, setup.ctx)
+    probe, hw = probe_of(worker, setup, setup.streams, setup.ctx), worker.backend.hw
+    programs = {p.rows: p for p in worker.programs() if p.kind == "step" and p.out_rows == p.rows}
     steps = []
     for found in worker.audit(probe, repeats).programs:
         if found.kind != "step" or found.out_rows < found.rows:
             continue
-        plan = probe.step(found.rows, found.rows)
-        ops = {op.op: OpTime(op.us, op.floor_us, op.launches) for op in found.ops}
-        host_us = wall_us(worker, plan) - found.us if found.us is not None else None
-        steps.append(Step(found.rows, min(setup.streams, found.rows), found.us, found.floor_us, host_us, found.launches, ops))
+        rows, records = found.rows, programs[found.rows].records
+        plan = probe.step(rows, rows)
+        wall = wall_us(worker, plan)
+        experts = distinct_experts(worker, records, plan)
+        known = {**probe.known(rows), **({"distinct": experts} if experts else {})}
+        floors = {op: sum(r.cost(known).floor_us(hw) for r in group) for op, group in group_ops(records).items()}
+        ops = {op.op: OpTime(op.us, floors[op.op], op.launches) for op in found.ops}
+        host_us = None if found.us is None else wall - found.us
+        steps.append(Step(rows, min(setup.streams, rows), found.us, sum(floors.values()), host_us, found.launches, ops, experts))
     return sorted(steps, key=lambda step: step.M)
+
+
+def distinct_experts(worker: Any, records: Sequence[Any], plan: Any) -> float:
+    """Distinct experts that a layer's rows choose, the mean over the layers of a step of this plan; 0 without such layers.
+
+    The step's launches run one by one, and each router's logits are looked at as they stand. Random weights have no selection bias.
+    """
+    worker.step(plan)  # leaves the plan where the first launch reads it
+    device, counts = worker.backend.device, []
+    for i, record in enumerate(records):
+        record.run.run(device.stream)
+        if record.op == "route" and (i + 1 == len(records) or records[i + 1].op != "route"):
+            sizes = next(r.symbols for r in reversed(records[: i + 1]) if r.op == "route" and r.symbols)
+            logits = worker.backend.host(worker.backend.buffer("router_logits", (sizes["M"], sizes["E"]), "f32"))
+            chosen = np.argpartition(-logits[: plan.m], sizes["k"] - 1, axis=1)[:, : sizes["k"]]
+            counts.append(len(np.unique(chosen)))
+    device.synchronize()
+    return float(np.mean(counts)) if counts else 0.0
 
 
 def wall_us(worker: Any, plan: Any) -> float:

@@ -32,7 +32,8 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of M rows over `streams` sequences. us, host_us, launches: None where it was only planned."""
+    """A step of M rows over `streams` sequences. us, host_us, launches: None where it was only planned. experts: distinct ones of a
+    layer, counted; None: expected."""
 
     M: int
     streams: int
@@ -41,6 +42,7 @@ class Step:
     host_us: float | None
     launches: int | None
     ops: Mapping[str, OpTime]
+    experts: float | None = None
 
     @property
     def share(self) -> float | None:
@@ -59,7 +61,7 @@ class Step:
         return {
             "M": self.M, "streams": self.streams, "ms": _rounded(self.us, 1, 1e3), "floor_ms": round(self.floor_us / 1e3, 5),
             "share": _rounded(self.share, 4), "host_us": _rounded(self.host_us, 1), "launches": self.launches,
-            "ops_us_floor_launches": ops,
+            "experts": _rounded(self.experts, 1), "ops_us_floor_launches": ops,
         }  # fmt: skip
 
 
@@ -92,13 +94,14 @@ def print_steps(steps: Sequence[Step], by_op: bool, console: Console | None = No
     """One line a bucket; by_op: one more table for each."""
     out = console or Console(width=120)
     table = Table(title="steps, ms", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("M", "streams", "ms", "floor", "share", *STAGES, "rest", "host µs", "launches"):
+    for heading in ("M", "streams", "experts", "ms", "floor", "share", *STAGES, "rest", "host µs", "launches"):
         table.add_column(heading, justify="right")
     for step in steps:
         measured = ["planned", _ms(step.floor_us), "–"] if step.us is None else [_ms(step.us), _ms(step.floor_us), f"{step.share:.3f}"]
         parts = [f"{ms:.3f}" for ms in step.stages().values()]
         host = ["–", "–"] if step.host_us is None else [f"{step.host_us:.0f}", str(step.launches)]
-        table.add_row(str(step.M), str(step.streams), *measured, *parts, *host)
+        experts = "–" if step.experts is None else f"{step.experts:.0f}"
+        table.add_row(str(step.M), str(step.streams), experts, *measured, *parts, *host)
     out.print(table)
     for step in steps if by_op else ():
         detail = Table(title=f"M = {step.M}, µs", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

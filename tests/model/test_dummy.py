@@ -58,7 +58,7 @@ def test_numbers_have_the_spread_of_their_role():
     assert abs(head.mean()) < 1e-3 and abs(head.std() * 128**0.5 - 1) < 0.02
     assert abs(norm.mean() - 1) < 0.05 and 0.05 < norm.std() < 0.15
     bias = ckpt.get(f"{p}mlp.gate.e_score_correction_bias")
-    assert bias.dtype == np.float32 and 0 < np.abs(bias).max() < 0.35
+    assert bias.dtype == np.float32 and not bias.any()
     from model.pack_w4 import read_triple
 
     codes, scale = read_triple(ckpt.triple(f"{p}mlp.experts.3.up_proj"))

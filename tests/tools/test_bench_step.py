@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -55,7 +56,8 @@ def test_every_bucket_is_run_priced_and_timed(worker, setup, tmp_path):
         assert step.launches == sum(op.launches for op in step.ops.values()) > 30
         assert step.us == 1.5 * step.launches and step.host_us > 0
         assert all(op.us == 2.0 * op.launches for op in step.ops.values())
-        want = plan_step(setup.source().target, 1, step.M, 5, worker.backend.hw, streams=step.streams).by_op()
+        assert 2 <= step.experts <= 2 * step.M
+        want = plan_step(setup.source().target, 1, step.M, 5, worker.backend.hw, streams=step.streams, distinct=step.experts).by_op()
         want["moe_w4"] += want.pop("route")  # timed together
         for name in ("linear", "moe_w4", "linear_f32"):
             assert step.ops[name].floor_us == pytest.approx(want[name], rel=1e-6), name
@@ -66,6 +68,17 @@ def test_every_bucket_is_run_priced_and_timed(worker, setup, tmp_path):
     launches = [e for e in events if e.get("tid") == 2]
     assert len(launches) == sum(s.launches for s in steps) and all(e["dur"] == 2.0 for e in launches)
     assert [e["ts"] for e in launches[:3]] == [0.0, 2.0, 4.0] and "moe_w4" in {e["name"] for e in launches}
+
+
+def test_distinct_experts_are_those_that_the_step_chose(worker, setup):
+    """Against the choices that the experts' own launches left behind; a token twice chooses the same ones."""
+    probe = bench_step.probe_of(worker, setup, 2, 5)
+    plan = probe.step(2, 2)
+    records = next(p for p in worker.programs() if p.kind == "step" and p.rows == 2).records
+    found = bench_step.distinct_experts(worker, records, plan)
+    assert found == len(np.unique(worker.host(worker.backend.buffer("expert", (2, 2), "i32"))))
+    plan.token[1], plan.pos[1] = plan.token[0], plan.pos[0]
+    assert bench_step.distinct_experts(worker, records, plan) <= found
 
 
 def test_prompts_run_in_chunks(worker, setup):
