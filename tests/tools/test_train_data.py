@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import datetime
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from model.chat_template import ChatTemplate
 from model.tokenizer import Tokenizer
-from tools.train_demo import archive, chats, corpus, everyday_lists, everyday_numbers, sources
+from tools.train_demo import archive, card, chats, corpus, everyday_lists, everyday_numbers, sources
 from tools.train_demo.chats import purpose
 from tools.train_demo.sources import Document, Source
 from tools.train_demo.tool_calls import TOOLS, tool_conversations
@@ -181,3 +183,45 @@ def test_a_corpus_is_split_and_kept(tmp_path: Path) -> None:
     again, manifest = corpus.load(tmp_path / "t.npz")
     assert manifest == {"tokens": 1}
     assert all(np.array_equal(getattr(again[n], f), getattr(s, f)) for n, s in made.items() for f in ("ids", "start", "prompt"))
+
+
+def test_the_card_tells_what_was_done_and_the_parts_join(tmp_path: Path) -> None:
+    table = {"top1": [0.9] * 7, "top4": [0.95] * 7}
+    judged = {"chain": 3.7, "8": 4.0, "16": 4.4, "32": 4.9, "64": 5.1, "by_depth": {"on_spine": table, "off_spine": table}}
+    source = {"version": "3", "licence": "MIT", "files": 7, "characters": 12345, "sha256": "ab" * 32}
+    absent = {"licence": "MIT", "files": 0}
+    report = {
+        "minutes": 9.5,
+        "seed": 3,
+        "date": "2026-01-02",
+        "device": "GPU",
+        "torch": "2",
+        "seconds": {"target": 200.0},
+        "losses": {"this": {"text": 1.5, "chat": 1.25}},
+        "acceptance": {"chat": judged},
+        "data": {"archive_sha256": "cd" * 32, "tokens": {"core": 10}, "sources": {"box": source, "none": absent}},
+        "samples": [{"prompt": "<|im_user|>user<|im_middle|>Add two numbers<|im_end|>", "answer": "def add(a, b):<|im_end|>"}],
+    }
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    card.write(report, folder)
+    text = (folder / "CARD.md").read_text()
+    for part in (
+        "text 1.5, chat 1.25",
+        "| chat | 3.7 | 4.0 | 4.4 | 4.9 | 5.1 |",
+        "off spine, top4",
+        "ab" * 32,
+        "cd" * 32,
+        "**Add two numbers**",
+        "--seed 3",
+    ):
+        assert part in text, part
+    assert "none" not in (folder / "LICENCES").read_text() and "box" in (folder / "LICENCES").read_text()
+    (folder / "weights").write_bytes(bytes(range(256)) * 80_000)
+    out = tmp_path / "parts"
+    out.mkdir()
+    assert card.pack(folder, out) == 2 and all(p.stat().st_size <= card.PART_BYTES for p in out.glob("demo.tar.*"))
+    whole = b"".join(p.read_bytes() for p in sorted(out.glob("demo.tar.*")))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as file:
+        file.extractall(tmp_path / "again", filter="data")
+    assert (tmp_path / "again" / "demo" / "weights").read_bytes() == (folder / "weights").read_bytes()

@@ -165,7 +165,7 @@ def test_rounds_are_counted_as_an_engine_emits_them(tmp_path: Path) -> None:
     found = acceptance.judge(path, ("chat",))["chat"]
     # 13 states each. Chain: four a round in the first text (0, 4, 8, then 12: one and the bonus), two in the second (seven rounds).
     assert found["chain"] == round((4 + 4 + 4 + 2 + 6 * 2 + 2) / (4 + 7), 3)
-    assert found["8"] > found["chain"], "a tree holds the second choice"
+    assert found["32"] > found["chain"], "a tree holds the second choice"
     table = found["by_depth"]
     assert table["all"]["top1"][0] == 1.0 and table["on_spine"]["top1"][1] == pytest.approx(0.5) and table["all"]["top4"][1] == 1.0
     assert table["off_spine"]["top1"][2] == 0.0

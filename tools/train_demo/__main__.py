@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -59,10 +60,10 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parse()
+    began, args = time.monotonic(), parse()  # loading torch counts too: 20 s on a cold machine
     from tools.train_demo.stages import Run  # here, so that the encoding processes do not load torch
 
-    report = Run(args).go()
+    report = Run(args, began).go()
     print(json.dumps({key: report.get(key) for key in ("losses", "seconds", "errors")}, indent=1))
     return 1 if report.get("errors") else 0
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from pathlib import Path
 from typing import Any
 
 PART_BYTES = 15 << 20
+RECORD = "training.json"  # the report, kept beside the weights
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
+    (folder / RECORD).write_text(json.dumps({k: v for k, v in report.items() if k != "samples"}, indent=1) + "\n", "utf-8")
     (folder / "CARD.md").write_text("\n".join(_card(report)) + "\n", "utf-8")
     (folder / "LICENCES").write_text("\n".join(_licences(report["data"])) + "\n", "utf-8")
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,18 @@ PEAK_RATE = 3e-3
 LONG_FROM = 0.85  # share of the time after which every second batch has rows of the model's whole length
 REPORT_SECONDS = 15.0
 JUMP = 1.0  # nats: a held-out loss this far above the best means divergence
-VALIDATION_ROWS = 24
-VALIDATION_LENGTH = 1024
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Tokens of a step, in rows of `length`; rows and their length of the held-out loss, of which reports take a third."""
+
+    tokens: int
+    length: int
+    held_rows: int
+    held_length: int
 
 
 class Rows:
@@ -75,7 +84,7 @@ def mixed(device: torch.device) -> torch.autocast:
 
 
 @torch.no_grad()
-def held_out_loss(target: Target, rows: Rows, count: int = VALIDATION_ROWS, length: int = VALIDATION_LENGTH) -> dict[str, float]:
+def held_out_loss(target: Target, rows: Rows, count: int, length: int) -> dict[str, float]:
     """Nats a token on the held-out text and conversations."""
     found = {}
     for kind in ("text", "chat"):
@@ -119,24 +128,24 @@ def compiled(function: Callable[..., Any], sample: Sequence[Any], log: Log, use:
 
 
 def fit_target(
-    target: Target, rows: Rows, clock: Clock, log: Log, tokens: int, length: int, compile_it: bool, peak: float = PEAK_RATE
+    target: Target, rows: Rows, clock: Clock, log: Log, sizes: StepSizes, compile_it: bool, peak: float = PEAK_RATE
 ) -> dict[str, Any]:
-    """Trains until the clock is out. `tokens` a step, in rows of `length`. Returns steps, tokens, seconds and the curve."""
+    """Trains until the clock is out. Returns steps, tokens, seconds and the curve."""
 
     def loss_of(ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         with mixed(rows.device):
             return target.loss(ids)
 
     longest, optimiser, balance = target.c.max_positions, Optimiser(target, peak), Balance(target)
-    fast = compiled(loss_of, [rows.batch(max(1, tokens // length), length + 1, 0.0)], log, compile_it)
+    fast = compiled(loss_of, [rows.batch(max(1, sizes.tokens // sizes.length), sizes.length + 1, 0.0)], log, compile_it)
     optimiser.clear()
     step, seen, reported, factor, best = 0, 0, 0.0, 1.0, math.inf
     kept: dict[str, Tensor] = {}
     curve: list[dict[str, Any]] = []
     while (fraction := clock.fraction) < 1.0:
-        long = fraction > LONG_FROM and step % 2 == 0 and longest > length
-        size = longest if long else length
-        ids = rows.batch(max(1, tokens // size), size + 1, fraction)
+        long = fraction > LONG_FROM and step % 2 == 0 and longest > sizes.length
+        size = longest if long else sizes.length
+        ids = rows.batch(max(1, sizes.tokens // size), size + 1, fraction)
         loss, loads = (loss_of if long else fast)(ids)
         norm = optimiser.step(loss, factor * rate(step, fraction))
         balance.step(loads, fraction)
@@ -146,7 +155,7 @@ def fit_target(
         if clock.spent - reported < REPORT_SECONDS:
             continue
         reported = clock.spent
-        held = held_out_loss(target, rows, 8)
+        held = held_out_loss(target, rows, max(1, sizes.held_rows // 3), sizes.held_length)
         entry = {
             "t": round(clock.spent, 1),
             "step": step,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tools.train_demo import shape
 from tools.train_demo.decode import Plan
 from tools.train_demo.fit_drafter import Sizes
+from tools.train_demo.fit_target import StepSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,7 @@ class Settings:
     target: shape.Json
     drafter: shape.Json
     taps: tuple[int, ...]
-    step_tokens: int
-    length: int
+    steps: StepSizes
     plan: Plan
     sizes: Sizes
     chat_prompts: int
@@ -35,8 +35,7 @@ FULL = Settings(
     shape.TARGET,
     shape.DRAFTER,
     shape.TAPS,
-    step_tokens=24 * 2048,
-    length=2048,
+    steps=StepSizes(tokens=24 * 2048, length=2048, held_rows=24, held_length=1024),
     plan=Plan(batches=20, count=4096, length=320),
     sizes=Sizes(texts=192, anchors=32, rows=24, row_anchors=64, row_length=1024),
     chat_prompts=128,
@@ -48,8 +47,7 @@ MINIATURE = Settings(
     shape.MINIATURE_TARGET,
     shape.MINIATURE_DRAFTER,
     shape.MINIATURE_TAPS,
-    step_tokens=4 * 128,
-    length=128,
+    steps=StepSizes(tokens=4 * 128, length=128, held_rows=3, held_length=128),
     plan=Plan(batches=2, count=16, length=192),
     sizes=Sizes(texts=4, anchors=8, rows=2, row_anchors=4, row_length=128),
     chat_prompts=4,

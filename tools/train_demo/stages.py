@@ -31,10 +31,10 @@ SHORTEST_STAGE = 5.0  # seconds
 
 
 class Run:
-    """One run: arguments, clock, log, report; `go` walks the stages."""
+    """One run: arguments, clock (it began at time.monotonic() = `began`), log, report; `go` walks the stages."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.began = time.monotonic()
+    def __init__(self, args: argparse.Namespace, began: float) -> None:
+        self.began = began
         self.args = args
         self.settings = settings.MINIATURE if args.miniature else settings.FULL
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,16 +124,14 @@ class Run:
         done, source = self.args.work / "target.json", self.args.from_export
         if source is not None or done.exists():
             target = export.read_target(source or self.args.out).to(self.device)
-            known = (source / "training.json") if source else done
-            self.report["target"] = json.loads(known.read_text()) if known.exists() else {}
+            self.report["target"] = json.loads((source / card.RECORD).read_text())["target"] if source else json.loads(done.read_text())
             if source is not None:
                 export.write_target(target, json.loads((source / "config.json").read_text()), self.args.out)
         else:
             config = shape.target_json(self.settings.target)
             target = Target(shape.read_target(config)).to(self.device)
             clock = Clock(max(seconds, SHORTEST_STAGE))
-            s = self.settings
-            told = fit_target(target, self.rows, clock, self.log, s.step_tokens, s.length, not self.args.no_compile)
+            told = fit_target(target, self.rows, clock, self.log, self.settings.steps, not self.args.no_compile)
             target.freeze()
             told |= {
                 "parameters": sum(p.numel() for p in target.parameters()),
@@ -142,9 +140,12 @@ class Run:
             told["bytes"] = export.write_target(target, config, self.args.out)
             self.report["target"] = told
             export.write_json(done, told)
-        self.report["losses"] = {"this": held_out_loss(target, self.rows)}
+        self.report["losses"] = {"this": self.held_out(target)}
         self.log(f"held-out loss as stored {self.report['losses']['this']}")
         return target
+
+    def held_out(self, target: Target) -> dict[str, float]:
+        return held_out_loss(target, self.rows, self.settings.steps.held_rows, self.settings.steps.held_length)
 
     def texts(self, target: Target, data: Corpus, seconds: float) -> Texts:
         path = self.args.work / "texts.pt"
@@ -190,7 +191,7 @@ class Run:
         if self.args.compare:
             other = export.read_target(self.args.compare).to(self.device)
             other_drafter = export.read_drafter(self.args.compare / "drafter").to(self.device)
-            self.report["losses"]["compared"] = held_out_loss(other, self.rows)
+            self.report["losses"]["compared"] = self.held_out(other)
             self.report["compared"], _ = self.judge(other, other_drafter, self.args.work / "compared.npz")
             self.log(json.dumps({"losses": self.report["losses"], "compared": self.report["compared"]}))
 
