@@ -2,7 +2,8 @@
 
     python -m pytest -q tests/runtime/kernels_cu/test_backend_gpu.py
 
-No record exists yet: the backend is unverified on a GPU until these have passed on one.
+An H200 passed all but five of them: there its router took the other one of two experts that are equally good in bf16. The
+definition follows it in such rows since (`tests/near_ties.py`), which is GPU-unverified.
 """
 
 from __future__ import annotations
@@ -56,18 +57,24 @@ def make(device, folders):
 @pytest.mark.parametrize("name", ["tiny", "wider", "demo"])
 def test_the_model_is_the_definitions(make, folders, name, invariant, page_size):
     """Buckets for both kinds of product, and a chunk long enough for several tiles of keys."""
-    flips = 0.1 if name == "demo" else 0.03
-    check_story(make(name, page_size, invariant=invariant), folders[name][1], flips, buckets=(160, 16, 4), chunk=150)
+    check_story(make(name, page_size, invariant=invariant), folders[name][1], buckets=(160, 16, 4), chunk=150)
 
 
 def test_pages_that_tensor_copies_cannot_take(make, folders):
-    check_story(make("tiny", 24, 96), folders["tiny"][1], 0.03, buckets=(64, 32, 8), chunk=50)
+    check_story(make("tiny", 24, 96), folders["tiny"][1], buckets=(64, 32, 8), chunk=50)
 
 
 def test_mutation_an_op_without_its_last_launch_shows(make, folders):
     for name in ("mla_query", "tree_mla", "moe_w4", "linear", "kv_write", "block_attention"):
         with pytest.raises(AssertionError):
             check_story(make("tiny", dropped=(name,)), folders["tiny"][1])
+
+
+def test_mutation_a_worse_expert_shows(make, folders):
+    twin = make("tiny")
+    twin.favour(0, 0.05)
+    with pytest.raises(AssertionError, match=r"layer 0, row \d+: .* a gap of 0\.0[0-4]"):
+        check_story(twin, folders["tiny"][1])
 
 
 def test_what_dead_rows_hold_changes_nothing(make, folders):

@@ -32,7 +32,8 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def make(shim, path):
-    return lambda **options: Twin(path, ShimDevice(shim), positions=48, pages=9, page_size=16, streams=3, **options)
+    usual = {"positions": 48, "pages": 9, "page_size": 16, "streams": 3}
+    return lambda **options: Twin(path, ShimDevice(shim), **usual | options)
 
 
 def test_it_has_the_vocabulary_and_nothing_else():
@@ -56,6 +57,28 @@ def test_mutation_an_op_without_its_last_launch_shows(make, name):
     """Every op of the vocabulary takes part, and matters."""
     twin = make(dropped=(name,))
     with pytest.raises(AssertionError):
+        check_story(twin, VOCAB)
+
+
+LONG = {"buckets": (160, 16, 4), "chunk": 150}  # has a row, the tree step's ninth, whose second and third experts are 0.0022 apart
+
+
+def test_experts_as_good_as_each_other_are_the_devices_choice(make):
+    twin = make(positions=192, pages=25)
+    check_story(twin, VOCAB, **LONG)
+    (found,) = twin.oracle.followed
+    assert found.row == 8 and 0.002 < found.gap < 0.0025
+
+
+def test_mutation_a_smaller_tie_shows(make):
+    with pytest.raises(AssertionError, match=r"layer 0, row 8: .* a gap of 0.0022"):
+        check_story(make(positions=192, pages=25, tie=0.002), VOCAB, **LONG)
+
+
+def test_mutation_a_worse_expert_shows(make):
+    twin = make()
+    twin.favour(0, 0.05)
+    with pytest.raises(AssertionError, match=r"layer 0, row \d+: .* a gap of 0\.0[0-4]"):
         check_story(twin, VOCAB)
 
 
