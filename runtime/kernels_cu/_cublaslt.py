@@ -173,10 +173,9 @@ class CublasLt:
             pointer(d), problem.d, pointer(d), problem.d, ctypes.byref(held), pointer(workspace), ctypes.c_size_t(workspace_bytes),
         )  # fmt: skip
 
-        def run(stream: int) -> None:
+        def run(stream: int, held: Problem = problem) -> None:  # descriptors end with the problem, so the call holds it
             self.call("cublasLtMatmul", *arguments, pointer(stream))
 
-        run.problem = problem  # type: ignore[attr-defined]  # else its descriptors end with the caller's last name for it
         return run
 
 

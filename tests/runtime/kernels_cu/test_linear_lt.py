@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 from dataclasses import replace
 
@@ -194,3 +195,25 @@ def test_the_library_holds_what_describe_says(library):
     with pytest.raises(_cublaslt.LtError, match="status 7"):
         library.set("MatrixLayout", problem.a, 2, ctypes.c_int16(3))
     assert 120000 <= library.version < 200000
+
+
+class Counted(_cublaslt.CublasLt):
+    """The binding without a library: what is called is noted, descriptors are numbers."""
+
+    def __init__(self) -> None:
+        self.calls, self._handle = [], ctypes.c_void_p(1)
+
+    def call(self, name: str, *arguments) -> None:
+        self.calls.append(name)
+
+
+def test_descriptors_live_as_long_as_the_call_that_needs_them():
+    library = Counted()
+    run = library.multiplier(library.open(describe(2, 16, 32, x_row=32, out_row=16), (256, 256, 256)), PLAIN, 256, 256, 256, 0, 0)
+    gc.collect()
+    run(0)
+    assert library.calls.count("cublasLtMatrixLayoutCreate") == 3 and library.calls[-1] == "cublasLtMatmul"
+    assert not any(name.endswith("Destroy") for name in library.calls)
+    del run
+    gc.collect()
+    assert sum(name.endswith("Destroy") for name in library.calls) == 4
