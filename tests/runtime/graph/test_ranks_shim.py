@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from model import kimi_k26
-from model.bound import BoundModel
+from model import dflash, kimi_k26
+from model.bound import BoundModel, Drafter
 from model.tiny import make_tiny
 from model.tokenizer import Tokenizer
 from model.weights import Checkpoint
 from runtime.comm import SoloComm
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cuda_worker import CudaWorker
 from runtime.engine import Engine
 from runtime.graph.driver import ListDriver
@@ -29,9 +30,9 @@ from runtime.kernels_np import NumpyBackend
 from runtime.loading import plan_layout
 from runtime.shared import LINE, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
-from runtime.speculate import NoSpeculation
+from runtime.speculate import NoSpeculation, Speculator, TreeSpeculation
 from runtime.stream import TextStream
-from runtime.types import Request, SamplingParams
+from runtime.types import DraftPlan, Request, SamplingParams
 from runtime.worker import Limits, Worker
 from tests.forks import on_ranks
 from tests.shim_device import ShimDevice
@@ -41,9 +42,12 @@ WORLD, HIDDEN, VOCAB, PAGE, LENGTH = 2, 64, 512, 16, 64
 SIZES = {
     "hidden_size": HIDDEN, "num_attention_heads": 4, "q_lora_rank": 32, "intermediate_size": 64, "moe_intermediate_size": 64,
     "n_routed_experts": 8, "vocab_size": VOCAB, "max_position_embeddings": 128,
+    "draft_num_hidden_layers": 1, "draft_num_attention_heads": 2, "draft_num_key_value_heads": 1, "draft_intermediate_size": 64,
+    "draft_block_size": 4,
 }  # fmt: skip
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=4, max_model_len=LENGTH, block_size=PAGE, num_pages=16, buckets=(1, 4))
 LIMITS = Limits(VOCAB, 4, 16, PAGE, LENGTH)
+DRAFTING = dataclasses.replace(LIMITS, draft_depth=3, draft_top_k=4)
 PEERS = Config(WORLD, threads=32, vecs=1, blocks=8, rows=8)
 GAP = 0.05  # of two log-probabilities; logits here differ from the definition's by up to 0.02 (bfloat16 in another order)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
@@ -85,7 +89,7 @@ class Group:
         self.block = SharedBlock.create(LINE + SharedComm.nbytes(WORLD))
         self.regions = [SharedBlock.create(PEERS.region_bytes(HIDDEN)) for _ in range(WORLD)]
 
-    def worker(self, path: Path, shim: Any, rank: int, thresholds: Thresholds) -> CudaWorker:
+    def worker(self, path: Path, shim: Any, rank: int, thresholds: Thresholds, limits: Limits = LIMITS) -> CudaWorker:
         backend = CudaBackend(ShimDevice(shim))
         host = SharedComm(rank, WORLD, self.block, LINE, Watch(self.block, 0, 60.0))
         state = backend.device.alloc(PEERS.state_bytes())
@@ -93,33 +97,36 @@ class Group:
         regions = [int(region.array(0, 1).ctypes.data) for region in self.regions]
         memory = PeerMemory(PEERS, Ranks(rank, regions, state, told, spins=20_000_000), HIDDEN)
         comm = PeerComm(backend, rank, WORLD, HostLarge(host), memory, thresholds)
-        return CudaWorker(
-            ListDriver(backend.device), backend, comm, bind(path, backend, rank, WORLD), LIMITS, plan_layout(CONFIG, LIMITS), (1, 4)
-        )
+        model, layout = bind(path, backend, rank, WORLD, drafter=limits.draft_depth > 0), plan_layout(CONFIG, limits)
+        return CudaWorker(ListDriver(backend.device), backend, comm, model, limits, layout, (1, 4))
 
 
-def bind(path: Path, backend: Any, rank: int, world: int) -> BoundModel:
+def bind(path: Path, backend: Any, rank: int, world: int, drafter: bool = False) -> BoundModel:
     ckpt = Checkpoint.open(path)
     config = kimi_k26.Config.from_json(ckpt.config)
     weights = kimi_k26.load(ckpt, config, backend, rank, world, LENGTH + 4)
-    cache = backend.zeros((config.layers, 16 * PAGE, config.cache_width))
-    return BoundModel(config, weights, cache, PAGE, LENGTH + 3, None)
+    cache, own = backend.zeros((config.layers, 16 * PAGE, config.cache_width)), None
+    if drafter:
+        there = Checkpoint.open(path / "drafter")
+        c = dflash.Config.from_json(there.config)
+        own = Drafter(c, dflash.load(there, c, backend, LENGTH + 4), dflash.make_cache(backend, c, 16 * PAGE))
+    return BoundModel(config, weights, cache, PAGE, LENGTH + 3, own)
 
 
-def generate(path: Path, executor: Any, params: SamplingParams) -> dict[str, Got]:
+def generate(path: Path, executor: Any, params: SamplingParams, speculator: Speculator | None = None) -> dict[str, Got]:
     tokenizer = Tokenizer.load(path)
 
     def stream(wanted: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(wanted.skip_special_tokens), wanted, tokenizer.eos_ids)
 
-    engine = Engine(executor, CONFIG, stream, NoSpeculation(), eos_ids=tokenizer.eos_ids)
+    engine = Engine(executor, CONFIG, stream, speculator or NoSpeculation(), eos_ids=tokenizer.eos_ids)
     prompts = [[3, 9, 17, 4], [4, 9, 17, 4, 22, 8, 90], [5, 77]]
     return run(engine, [Request(str(i), np.array(p, np.int32), params, seed=5 + i) for i, p in enumerate(prompts)])
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("ranks") / "model", seed=3, drafter=False, **SIZES)
+    return make_tiny(tmp_path_factory.mktemp("ranks") / "model", seed=3, **SIZES)
 
 
 @pytest.mark.parametrize(("thresholds", "params"), [(Thresholds(1, 4), GREEDY), (Thresholds(4, 4), SEEDED), (Thresholds(0, 0), GREEDY)])
@@ -147,3 +154,27 @@ def test_two_ranks_draw_what_one_draws(path: Path, shim: Any, thresholds: Thresh
                 break
             compared += 1
     assert compared >= 12
+
+
+def test_two_ranks_draft_together(path: Path, shim: Any) -> None:
+    """The drafter's likeliest tokens are merged over ranks, and its drafts leave both ranks with the same tokens."""
+    Group().worker(path, shim, 0, Thresholds(4, 4), DRAFTING)
+    group = Group()
+
+    def on_rank(rank: int) -> list[Any]:
+        worker = group.worker(path, shim, rank, Thresholds(4, 4), DRAFTING)
+        assert "top_merge" in {record.op for program in worker.programs() if program.kind == "block" for record in program.records}
+        got = generate(path, worker, GREEDY, TreeSpeculation(worker, SpeculativeConfig(tree_budget=1)))
+        root = DraftPlan(*(np.array(a, np.int32) for a in ([9], [0], [[1]], [], [], [])))
+        drafted = worker.draft(root)
+        return [*((g.tokens, g.steps) for g in got.values()), drafted.ids.tolist(), drafted.logp.tolist()]
+
+    first, second = on_ranks(WORLD, on_rank, 300.0)
+    assert first == second
+    oracle = NumpyBackend("bfloat16")
+    truth = Worker(oracle, SoloComm(), bind(path, oracle, 0, 1, drafter=True), DRAFTING).draft(
+        DraftPlan(*(np.array(a, np.int32) for a in ([9], [0], [[1]], [], [], [])))
+    )
+    assert np.abs(np.array(first[-1]) - truth.logp).max() < GAP
+    close = np.array(first[-2]) == truth.ids
+    assert close.mean() > 0.7, "near ties may change places"
