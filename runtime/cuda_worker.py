@@ -98,6 +98,10 @@ class CudaWorker:
             self._kind(program.kind).capture(program)
         return sum(program.captured for program in self.programs())
 
+    def program_of(self, rows: int, out_rows: int) -> Program:
+        """What a step of that many rows, of which out_rows want a token, launches."""
+        return self._steps.find(rows, out_rows)
+
     def programs(self) -> Iterator[Program]:
         """Everything that is launched: steps, largest first, then the drafter's."""
         for kind in self.kinds:
@@ -108,7 +112,7 @@ class CudaWorker:
         self._enter()
         rows = len(plan.out_rows)
         check_tables(plan.adjust_seq, plan.adjust_row, plan.mask_rows)
-        program = self._steps.find(plan.m, rows)
+        program = self.program_of(plan.m, rows)
         pack_plan(plan, self._layout, self._plan.blob.host)
         start, number = time.perf_counter(), self._next()
         self._plan.set_number(number)
@@ -154,8 +158,9 @@ class CudaWorker:
         ids, logp = (block.results.read(name, streams * depth).reshape(shape) for name in ("ids", "logp"))
         return DraftLogits(ids, logp)
 
-    def audit(self, probe: Probe, repeats: int = 20, measure: bool = True, sizes: Iterable[int] | None = None) -> Audit:
+    def audit(self, probe: Probe, repeats: int = 20, measure: bool = True, sizes: Iterable[int] | None = None, ops: bool = True) -> Audit:
         """What each program launches, moves and, if measured, takes when it is full. sizes: of these buckets alone, and drafts.
+        ops: time each op too, in a graph of its own.
 
         Measuring writes into any page of the cache: not with requests open, and not before prefix hits are wanted.
         """
@@ -169,7 +174,7 @@ class CudaWorker:
             if measure:
                 self._launch(program, *_filled(program, probe))
             known = probe.known(program.rows) if program.kind == "step" else {"keys": program.rows * probe.ctx}
-            found.append(audit_program(program, self.driver, self.backend.hw, known, repeats if measure else 0))
+            found.append(audit_program(program, self.driver, self.backend.hw, known, repeats if measure else 0, ops))
         after = self.driver.free_bytes(), self.backend.arena.nbytes
         return Audit(self.backend.device.gpu, self.backend.hw, tuple(found), before[1], before == after)
 

@@ -82,18 +82,18 @@ class Audit:
         }
 
 
-def audit_program(program: Program, driver: Driver, hw: Hardware, known: Mapping[str, float], repeats: int) -> ProgramAudit:
+def audit_program(
+    program: Program, driver: Driver, hw: Hardware, known: Mapping[str, float], repeats: int, time_ops: bool = True
+) -> ProgramAudit:
     """Counts and prices a program's launches for a full bucket, and times them where the driver can. known: as `Recorded.cost`'s."""
     ops = []
     for op, records in group_ops(program.records).items():
         costs = [record.cost(known) for record in records]
-        graph = driver.capture([record.run for record in records])
         total = sum(costs, Cost())
         calls = sum(bool(record.symbols) for record in records) or len(records)
         floor_us = sum(cost.floor_us(hw) for cost in costs)
-        ops.append(
-            OpShare(op, calls, len(records), total.bytes, total.flops, floor_us, driver.time_us(graph, repeats) if repeats else None)
-        )
+        op_us = driver.time_us(driver.capture([record.run for record in records]), repeats) if repeats and time_ops else None
+        ops.append(OpShare(op, calls, len(records), total.bytes, total.flops, floor_us, op_us))
     us = driver.time_us(program.graph, repeats) if repeats else None
     return ProgramAudit(program.kind, program.rows, program.out_rows, program.captured, dict(program.graph.nodes), tuple(ops), us)
 

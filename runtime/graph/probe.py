@@ -30,40 +30,10 @@ class Probe:
         streams = min(self.streams, rows)
         counts = np.full(streams, rows // streams, np.int32)
         counts[: rows % streams] += 1
-        row0 = (np.cumsum(counts) - counts).astype(np.int32)
-        seq = np.repeat(np.arange(streams, dtype=np.int32), counts)
-        node = np.arange(rows, dtype=np.int32) - row0[seq]
+        token = (np.arange(rows, dtype=np.int64) * 7919 % self.vocab).astype(np.int32)
+        wanted = np.arange(rows - min(out_rows, rows), rows, dtype=np.int32)
         pages = self.pages(streams, self.ctx + int(counts.max()))
-        at = self.ctx + node
-        bits = np.zeros((rows, -(-int(counts.max()) // 64)), np.uint64)
-        for first, count in zip(row0.tolist(), counts.tolist(), strict=True):
-            bits[first : first + count] = chain_bits(count, bits.shape[1])
-        zero, none = np.zeros(streams, np.float32), np.zeros((0, 2), np.int32)
-        return StepPlan(
-            bucket=rows,
-            token=(np.arange(rows, dtype=np.int64) * 7919 % self.vocab).astype(np.int32),
-            pos=at.astype(np.int32),
-            slot=(pages[seq, at // self.page_size] * self.page_size + at % self.page_size).astype(np.int32),
-            seq=seq,
-            ancestors=bits,
-            ctx=np.full(streams, self.ctx, np.int32),
-            row0=row0,
-            pages=pages,
-            moves=none,
-            out_rows=np.arange(rows - min(out_rows, rows), rows, dtype=np.int32),
-            seed=np.zeros(streams, np.uint64),
-            temperature=zero,
-            top_p=zero + 1,
-            min_p=zero,
-            top_k=np.zeros(streams, np.int32),
-            logprobs=np.full(streams, -1, np.int32),
-            adjust_seq=none,
-            adjust_seq_by=none.astype(np.float32),
-            adjust_row=none,
-            adjust_row_by=none.astype(np.float32),
-            mask_rows=np.zeros(0, np.int32),
-            masks=np.zeros((0, 0), np.uint32),
-        )
+        return chains(counts, np.full(streams, self.ctx, np.int32), token, pages, self.page_size, wanted)
 
     def draft(self, streams: int, taps: int) -> DraftPlan:
         """A plan of that many roots and taps."""
@@ -76,6 +46,43 @@ class Probe:
         """What a step's costs need beyond shapes: keys over the batch, keys over all rows."""
         streams = min(self.streams, rows)
         return {"keys": streams * self.ctx + rows, "row_keys": rows * self.ctx + rows * (rows / streams + 1) / 2}
+
+
+def chains(counts: I32, ctx: I32, token: I32, pages: I32, page_size: int, out_rows: I32) -> StepPlan:
+    """A greedy plan of chains: stream b has counts[b] > 0 rows after ctx[b] committed tokens, pages [B, P]; token [sum of counts]."""
+    rows, streams = len(token), len(counts)
+    row0 = (np.cumsum(counts) - counts).astype(np.int32)
+    seq = np.repeat(np.arange(streams, dtype=np.int32), counts)
+    at = (ctx - row0)[seq] + np.arange(rows, dtype=np.int32)
+    bits = np.zeros((rows, -(-int(counts.max()) // 64)), np.uint64)
+    for first, count in zip(row0.tolist(), counts.tolist(), strict=True):
+        bits[first : first + count] = chain_bits(count, bits.shape[1])
+    zero, none = np.zeros(streams, np.float32), np.zeros((0, 2), np.int32)
+    return StepPlan(
+        bucket=rows,
+        token=token,
+        pos=at.astype(np.int32),
+        slot=(pages[seq, at // page_size] * page_size + at % page_size).astype(np.int32),
+        seq=seq,
+        ancestors=bits,
+        ctx=ctx,
+        row0=row0,
+        pages=pages,
+        moves=none,
+        out_rows=out_rows,
+        seed=np.zeros(streams, np.uint64),
+        temperature=zero,
+        top_p=zero + 1,
+        min_p=zero,
+        top_k=np.zeros(streams, np.int32),
+        logprobs=np.full(streams, -1, np.int32),
+        adjust_seq=none,
+        adjust_seq_by=none.astype(np.float32),
+        adjust_row=none,
+        adjust_row_by=none.astype(np.float32),
+        mask_rows=np.zeros(0, np.int32),
+        masks=np.zeros((0, 0), np.uint32),
+    )
 
 
 def empty_plans() -> tuple[StepPlan, DraftPlan]:

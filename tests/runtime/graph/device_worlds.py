@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,7 @@ from runtime.engine import Engine
 from runtime.graph.programs import Program
 from runtime.speculate import Speculator
 from runtime.stream import TextStream
-from runtime.types import Request, SamplingParams, StepPlan
-from tests.plans import make_plan
+from runtime.types import Request, SamplingParams
 from tests.worlds import ROOT
 
 SIZES = (1, 2, 8, 16, 24, 64, 128, 256, 1024)
@@ -66,24 +65,3 @@ def state(worker: CudaWorker, program: Program, live: int) -> dict[str, np.ndarr
     """What a program has left, live rows alone: logits, taps, published tokens (a probe asks for no log-probabilities)."""
     found = {name: worker.host(array)[:live] for name, array in program.arrays.items()}
     return found | {name: program.results.read(name, live) for name in ("target", "finite", "ids") if name in program.results.columns}
-
-
-def row_in_company(
-    rng: np.random.Generator, vocab: int, token: int, ctx: int, pages: np.ndarray, rows: int, offset: int
-) -> tuple[StepPlan, int]:
-    """A plan of `rows` rows whose row `offset` is stream 0's next token; what stands around it are chunks of others. pages: of three."""
-    before, after = offset, rows - offset - 1
-    tokens, parents, ctxs, order = [], [], [], []
-    for stream, count in ((1, before), (0, 1), (2, after)):
-        if count:
-            tokens.append([token] if stream == 0 else rng.integers(0, vocab, count).tolist())
-            parents.append(list(range(-1, count - 1)))
-            ctxs.append(ctx if stream == 0 else 0)
-            order.append(stream)
-    plan = make_plan(tokens, parents, ctxs, pages[order], page=64)
-    return plan, offset
-
-
-def places(rows: int) -> Iterator[int]:
-    """Offsets to look at in a bucket: its ends, its middle, and one that is no multiple of anything."""
-    yield from sorted({0, rows // 2, rows - 1, min(13, rows - 1)})

