@@ -103,9 +103,10 @@ def measure(options: argparse.Namespace, shape: Shape, sizes: list[int]) -> tupl
     """Times each M on the GPU; prints and records each row as it comes."""
     from tqdm import tqdm
 
+    from runtime.kernels_cu.device import gpu_name
     from runtime.kernels_cu.moe_choice import choose_config
     from runtime.kernels_cu.moe_config import Dims
-    from tools.moe_rig import MAX_ERROR, LayerCase, Rig, describe, gpu_name
+    from tools.moe_rig import MAX_ERROR, LayerCase, Rig, describe
 
     rig = Rig()
     read_bps = rig.read_bps()
@@ -154,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = [int(m) for m in options.m.split(",")]
     measured = has_gpu()
     if measured:
-        from tools.moe_rig import gpu_name
+        from runtime.kernels_cu.device import gpu_name
 
         name = options.hardware or (gpu_name() if gpu_name() in HARDWARE else "h200")
         hw = find_hardware(name)

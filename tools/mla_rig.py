@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.kernels_cu.device import arch_of_device
 from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, plan_launch, workspace_bytes
 from runtime.kernels_cu.tree_mla_config import Config
 
@@ -22,8 +23,6 @@ class Attention:
 
     def __init__(self, batch: Any, config: Config, scale: float) -> None:
         import cupy as cp
-
-        from tools.moe_rig import arch_of_device
 
         self.cp, arch = cp, arch_of_device()
         d = batch.dims

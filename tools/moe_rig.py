@@ -17,6 +17,7 @@ import numpy as np
 
 from runtime.kernels_cu._build import build
 from runtime.kernels_cu._launch import Launch, load
+from runtime.kernels_cu.device import arch_of_device
 from runtime.kernels_cu.moe_config import Config, Dims
 from runtime.kernels_cu.moe_w4 import build_kernels, layer_launches, workspace_bytes
 
@@ -26,18 +27,6 @@ ALL = slice(None)
 COOL_DOWN_S = 0.3
 BURST = 9  # replays in the first figures
 SUSTAINED_S = 0.5
-
-
-def arch_of_device() -> str:
-    major, minor = cp.cuda.Device().compute_capability[:-1], cp.cuda.Device().compute_capability[-1]
-    number = int(major + minor)
-    return f"sm_{number}a" if number in (90, 100, 120) else f"sm_{number}"
-
-
-def gpu_name() -> str:
-    """The device's short name as tuned/*.json and results use it: "NVIDIA H200" is h200."""
-    name = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["name"].decode()
-    return str(name).removeprefix("NVIDIA ").split(" ")[0].lower() if "RTX" not in name else "-".join(name.lower().split()[1:4])
 
 
 @dataclass(slots=True)

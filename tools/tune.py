@@ -96,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.buckets:
         print(suggest(options))
         return
-    from tools.moe_rig import LayerCase, Rig, best_of, gpu_name
+    from runtime.kernels_cu.device import gpu_name
+    from tools.moe_rig import LayerCase, Rig, best_of
 
     rig = Rig()
     experts, hidden, width, top_k = parse_shape(options.shape)

@@ -1,7 +1,4 @@
-"""What kernels run on: memory, loaded functions, launches. A GPU through CuPy here; tests bring one of their own.
-
-GPU-unverified: `CupyDevice` has not yet run on a GPU.
-"""
+"""What kernels run on: memory, loaded functions, launches. A GPU through CuPy here; tests bring one of their own."""
 
 from __future__ import annotations
 

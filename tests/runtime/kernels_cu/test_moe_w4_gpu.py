@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from runtime.kernels_cu.device import arch_of_device
 from runtime.kernels_cu.moe_config import Config, Dims
 from runtime.kernels_cu.moe_w4 import build_kernels, layer_launches, workspace_bytes
 
@@ -44,8 +45,6 @@ class Device:
 
     def __init__(self, layer, config: Config, routed: bool = False) -> None:
         import cupy as cp
-
-        from tools.moe_rig import arch_of_device
 
         d, self.cp, self.layer = layer.dims, cp, layer
         arch = arch_of_device()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from runtime.kernels_cu.device import arch_of_device
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates
 from runtime.ops import OPS
 from tests.compare import check_bitwise, check_close
@@ -23,8 +24,6 @@ class Device(Attention):
     """A batch on the device; skips what the device cannot build."""
 
     def __init__(self, batch: Batch, config: Config) -> None:
-        from tools.moe_rig import arch_of_device
-
         if config.wgmma and arch_of_device() != "sm_90a":
             pytest.skip(f"wgmma needs sm_90a, this is {arch_of_device()}")
         super().__init__(batch, config, SCALE)
