@@ -70,7 +70,7 @@ class SurveyTrees:
             self._clock.stop(bucket, stats)
 
 
-class _Silent:
+class Silent:
     """Text that nobody reads."""
 
     def push(self, tokens: Sequence[int]) -> Pushed:
@@ -109,7 +109,7 @@ class Survey:
 
     def _restart(self) -> None:
         self.trees = SurveyTrees(self._executor, self._curve, self._depth)
-        self._engine = Engine(self._executor, self._config, lambda params: _Silent(), self.trees)
+        self._engine = Engine(self._executor, self._config, lambda params: Silent(), self.trees)
         self._open = 0
 
     @property

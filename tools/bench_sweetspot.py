@@ -2,7 +2,8 @@
 """Measures tokens/s of every budget policy at every number of streams on one loaded model, and writes one record each.
 
     python tools/bench_sweetspot.py demo --curve h200-demo
-    python tools/bench_sweetspot.py kimi-k26 --load-format dummy --replay tests/fixtures/draft_traces.npz --curve h200-k26
+    python tools/bench_sweetspot.py kimi-k26 --load-format dummy --hf-overrides '{"num_hidden_layers": 6}' \\
+        --spec-model model/configs/kimi-k26-dflash.json --replay tests/fixtures/draft_traces.npz --curve h200-k26-6
     python tools/bench_sweetspot.py demo --streams 1 4 --policies plain tree:4 auto --seconds 0.5 --out /tmp/s.jsonl
 
 Policies: plain (no draft), chain (the drafter's top-1 chain), tree:N (a fixed tree), auto (one budget for all streams on the
@@ -27,17 +28,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from model.tokenizer import Tokenizer
+from runtime import loading
 from runtime.allocate import BudgetSpeculation
 from runtime.api import Loaded
-from runtime.config import AUTO, SpeculativeConfig
-from runtime.curve import CostCurve
+from runtime.config import AUTO, EngineConfig, SpeculativeConfig
+from runtime.cuda_loading import choose_backend
+from runtime.curve import CostCurve, CurveKey
 from runtime.engine import Engine
 from runtime.executor import Executor
+from runtime.load_config import LoadConfig
+from runtime.measure import device_name, measure_curve
+from runtime.sequence import Stream
 from runtime.speculate import NoSpeculation, Speculator, TreeSpeculation
 from runtime.stats import EngineStats
 from runtime.stream import TextStream
+from runtime.survey import Silent
 from runtime.types import Emission, Request, SamplingParams
-from server.options import WideHelp, add_model_options, load_from
+from server.options import WideHelp, add_model_options, load_from, model_of
 from tools.record_traces import read_prompts
 from tools.replay import load_states
 from tools.replayed import ReplayedText
@@ -51,6 +59,7 @@ POLICIES = ("plain", "chain", "tree:4", "tree:8", "tree:16", "tree:32", "tree:64
 CHAIN = 7
 WARM_STEPS = 12
 MOST_PROMPT = 128  # tokens: prompts come in while others decode, and should not decide the figures
+REPLAY_LEN = 2048  # positions of a model whose text is replayed, unless told
 MOST_TOKENS = 512  # of a stream before another takes its place: contexts stay short and alike
 
 
@@ -101,14 +110,30 @@ class Window:
         self.skipped += after.skipped_drafts - before.skipped_drafts
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model to measure. stream: what reads its text; None: nobody, which ends no request early."""
+
+    name: str
+    executor: Executor
+    config: EngineConfig
+    curve: CostCurve
+    prompts: Sequence[Sequence[int]]
+    tokenizer: Tokenizer | None
+
+    def make_stream(self, params: SamplingParams) -> Stream:
+        if self.tokenizer is None:
+            return Silent()
+        return TextStream(self.tokenizer.stream(params.skip_special_tokens), params, self.tokenizer.eos_ids)
+
+
 class Bench:
     """One executor under many engines."""
 
-    def __init__(self, loaded: Loaded, executor: Executor, prompts: Sequence[Sequence[int]], curve: CostCurve) -> None:
-        self._executor, self._tokenizer, self._prompts = executor, loaded.tokenizer, prompts
-        self._config = loaded.engine.config.replace(enable_prefix_caching=False)
-        self.curve = curve
-        self._auto = BudgetSpeculation(executor, SpeculativeConfig(method="ddtree", tree_budget=AUTO), curve)
+    def __init__(self, opened: Opened) -> None:
+        self._opened, self._executor = opened, opened.executor
+        self._config = opened.config.replace(enable_prefix_caching=False)
+        self._auto = BudgetSpeculation(opened.executor, SpeculativeConfig(method="ddtree", tree_budget=AUTO), opened.curve)
         self._number = itertools.count()
 
     def speculator(self, policy: str) -> Speculator:
@@ -127,17 +152,15 @@ class Bench:
 
     def measure(self, policy: str, streams: int, seconds: float) -> Window:
         """Runs `streams` streams for so many seconds after they have all started."""
-        window, replay = Window(), isinstance(self._executor, ReplayedText)
-
-        def stream(params: SamplingParams) -> TextStream:
-            return TextStream(self._tokenizer.stream(params.skip_special_tokens), params, self._tokenizer.eos_ids)
-
-        engine = Engine(self._executor, self._config, stream, self.speculator(policy), eos_ids=self._tokenizer.eos_ids)
-        params = SamplingParams(temperature=0.0, max_tokens=min(MOST_TOKENS, engine.max_model_len // 2), ignore_eos=replay)
+        window, opened = Window(), self._opened
+        eos_ids = opened.tokenizer.eos_ids if opened.tokenizer else ()
+        engine = Engine(self._executor, self._config, opened.make_stream, self.speculator(policy), eos_ids=eos_ids)
+        most = min(MOST_TOKENS, engine.max_model_len // 2)
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=opened.tokenizer is None)
 
         def submit() -> None:
             number = next(self._number)
-            prompt = np.array(self._prompts[number % len(self._prompts)][-(engine.max_model_len // 2 - 1) :], np.int32)
+            prompt = np.array(opened.prompts[number % len(opened.prompts)][-(engine.max_model_len // 2 - 1) :], np.int32)
             engine.submit(Request(str(number), prompt, params, seed=number))
 
         for _ in range(streams):
@@ -179,6 +202,36 @@ def _sum(windows: Sequence[Window]) -> Window:
         for name, value in asdict(window).items():
             setattr(total, name, getattr(total, name) + value)
     return total
+
+
+def open_model(args: argparse.Namespace) -> Opened:
+    """The model as a server would load it, its curve measured; or real steps of it under a recorded text."""
+    if args.replay:
+        return _open_replayed(args)
+    loaded = load_from(args, speculative_config={"method": "ddtree", "tree_budget": AUTO, "model": args.spec_model})
+    speculator = loaded.engine.speculator
+    assert isinstance(speculator, BudgetSpeculation)
+    prompts = short_prompts(loaded, args.prompts)
+    return Opened(loaded.name, loaded.engine.executor, loaded.engine.config, speculator.curve, prompts, loaded.tokenizer)
+
+
+def _open_replayed(args: argparse.Namespace) -> Opened:
+    """Needs no tokenizer: prompts are pieces of the record."""
+    states = load_states(args.replay)
+    speculative = SpeculativeConfig(method="ddtree", tree_budget=AUTO, model=args.spec_model)
+    model, tp = model_of(args), args.tensor_parallel_size
+    choice = choose_backend(args.backend, args.dtype, tp)
+    activations = loading.DTYPES[args.dtype] if choice.backend == "numpy" else "bfloat16"
+    source = loading.open_source(model, speculative, LoadConfig.parse(args.load_format, args.hf_overrides))
+    given = {name: getattr(args, name) for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages", "enforce_eager")}
+    length = args.max_model_len or min(REPLAY_LEN, source.target.max_positions)
+    config = loading.first_config(choice.backend, args.cudagraph_capture_sizes, max_model_len=length, **given)
+    config = loading.fit_config(config, source, activations, choice.backend)
+    executor = loading.make_executor(source, config, speculative, activations, tp, backend=choice.backend)
+    name = f"{source.file.stem}-{source.target.layers}x{source.target.experts}"
+    curve = measure_curve(executor, config, speculative, CurveKey(choice.device or device_name(), name, tp))
+    prompts = [states.truth[i * 997 % len(states) : i * 997 % len(states) + 48, 0].tolist() or [1] for i in range(64)]
+    return Opened(name, ReplayedText(executor, states), config, curve, prompts, None)
 
 
 def short_prompts(loaded: Loaded, path: Path) -> list[list[int]]:
@@ -257,24 +310,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--out", type=Path, default=RESULTS, help=f"JSON lines; other curves' records stay (default {RESULTS.name})")
     args = parser.parse_args(argv)
     try:
-        # Room for the largest sweep; the curve is measured here, through the same executor
         args.max_num_seqs = max(args.streams)
-        loaded = load_from(args, speculative_config={"method": "ddtree", "tree_budget": AUTO, "model": args.spec_model})
-        curve = loaded.engine.speculator.curve
-        executor = ReplayedText(loaded.engine.executor, load_states(args.replay)) if args.replay else loaded.engine.executor
-        prompts = short_prompts(loaded, args.prompts)
-        bench = Bench(loaded, executor, prompts, curve)
+        opened = open_model(args)
+        bench = Bench(opened)
         for policy in args.policies:
             bench.speculator(policy)
     except (ValueError, OSError) as error:
         print(f"bench_sweetspot: {error}", file=sys.stderr)
         return 2
-    curve.save(args.curves / f"{args.curve}.json")
+    opened.curve.save(args.curves / f"{args.curve}.json")
     made: list[Record] = []
     for streams in args.streams:
         start = time.perf_counter()
         found = bench.sweep(args.policies, streams, args.seconds, args.repeats)
-        made += records(args.curve, streams, found, loaded.name, args.replay is not None)
+        made += records(args.curve, streams, found, opened.name, args.replay is not None)
         write(args.out, args.curve, made)
         print(f"{streams} streams: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     show(made)

@@ -89,3 +89,37 @@ def test_the_command_measures_every_policy(tmp_path: Path, monkeypatch: pytest.M
     assert "auto ÷ best" in capsys.readouterr().out
     assert bench_sweetspot.main([*common, "--policies", "tree"]) == 2
     assert "policy 'tree' is none of plain, chain, tree:N, auto" in capsys.readouterr().err
+
+
+def test_weights_that_say_nothing_run_a_recorded_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights, no tokenizer: acceptance is the record's, tree by tree, and the steps are the model's."""
+    monkeypatch.setattr(measure, "BUDGET_S", 0.2)
+    model, out, traces = make_tiny(tmp_path / "tiny"), tmp_path / "s.jsonl", tmp_path / "t.npz"
+    for file in model.iterdir():
+        if file.suffix != ".json" and file.is_file():
+            file.unlink()
+    states = some_states()
+    text = np.concatenate([[5], states.truth[:, 0], states.truth[-1, 1:]])
+    named = {"ids": states.logits.ids[None], "logp": states.logits.logp[None], "tokens": text[None]}
+    np.savez(
+        traces, **{f"t.{key}": value for key, value in named.items()}, **{"t.prompt_length": np.array([0]), "t.end": np.array([len(text)])}
+    )
+    common = [str(model), "--load-format", "dummy", "--replay", str(traces), "--curve", "r", "--curves", str(tmp_path), "--out", str(out)]
+    argv = [
+        *common,
+        "--streams",
+        "2",
+        "--seconds",
+        "0.6",
+        "--repeats",
+        "1",
+        "--policies",
+        "plain",
+        "tree:5",
+        "--max-num-batched-tokens",
+        "64",
+    ]
+    assert bench_sweetspot.main(argv) == 0
+    by = {line["policy"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert by["tree"]["replayed"] is True and by["tree"]["nodes_per_stream"] == pytest.approx(5.0, abs=0.5)
+    assert by["tree"]["accepted_per_step"] > 0.5, "1.6 in the record, of 512 random tokens none"
