@@ -3,8 +3,11 @@
     python -m tools.train_demo.reference model/demo --fixtures tests/fixtures
 
 Weights are read from the files as stored; INT4 triples are decoded here with NumPy. The target is DeepseekV3ForCausalLM, the
-drafter is put together from Qwen3's norms and rotary embedding. Writes golden.npz, golden_draft.npz and golden.json; CARD.md
-describes the arrays.
+drafter is put together from Qwen3's norms and rotary embedding. Writes golden.npz, golden_draft.npz and golden.json, and with the
+training's own networks draft_traces.npz, the drafts along eight greedy texts. For each prompt NAME, golden.npz holds NAME.ids,
+NAME.logits_last4 (the last four prompt positions), NAME.argmax (prompt positions), NAME.margin (top-1 minus top-2 at every position
+of prompt and continuation) and NAME.continuation (greedy); golden_draft.npz NAME.logits (the block at the end of the prompt, its
+bonus the first greedy token), NAME.rounds (anchor, accepted) of the plain chain, and NAME.tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model.tokenizer import Tokenizer
+from tools.train_demo import acceptance, decode, export
 
 NEW_TOKENS = 64
+TRACED = 96  # positions of a text in draft_traces.npz
 PREFIX = "language_model."
 CONFIG_KEYS = (
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
@@ -199,6 +204,22 @@ def make(folder: Path, fixtures: Path) -> None:
     (fixtures / "golden.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
+@torch.no_grad()
+def make_traces(folder: Path, fixtures: Path) -> None:
+    """What the drafter offers at the first positions of the fixture's chats and texts, in the form of tools/replay.py."""
+    tokenizer, target, drafter = Tokenizer.load(folder), export.read_target(folder), export.read_drafter(folder / "drafter")
+    arrays: dict[str, Any] = {}
+    with np.load(fixtures / "draft_traces.npz") as held:
+        starts = {kind: zip(held[f"{kind}.tokens"], held[f"{kind}.prompt_length"], strict=True) for kind in ("chat", "text")}
+        kept = {kind: [tokens[:length] for tokens, length in pairs] for kind, pairs in starts.items()}
+    for kind, prompts in kept.items():
+        length = max(map(len, prompts)) + TRACED + drafter.c.depth
+        texts = decode.write(target, prompts, length, torch.zeros(len(prompts)), sorted(tokenizer.eos_ids), tokenizer.special["[PAD]"])
+        texts = decode.Texts(texts.ids, texts.prompt, texts.end.minimum(texts.prompt + TRACED + drafter.c.depth))
+        arrays |= {f"{kind}.{name}": value for name, value in acceptance.record(target, drafter, texts, TRACED).items()}
+    np.savez_compressed(fixtures / "draft_traces.npz", **arrays)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m tools.train_demo.reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,6 +230,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     make(args.folder, args.fixtures)
+    make_traces(args.folder, args.fixtures)
     return 0
 
 

@@ -33,7 +33,8 @@ SKIPPED = re.compile(
 class Source:
     """One source of text. name is the first part of its files' keys; folder lies in site-packages, or "" if the archive brings it.
 
-    core sources are those of the study model and are weighted more; dist is the distribution that says the version.
+    core sources are those of the study model and are weighted more; dist is the distribution that says the version, version
+    that of an archived source.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Source:
     folder: str
     dist: str
     core: bool
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,10 @@ def digest(key: str) -> int:
 
 
 ARCHIVED = (
-    Source("cpython-3.11", "PSF-2.0", "", "", True),
-    Source("cpython-3.13", "PSF-2.0", "", "", True),
-    Source("python3.11-doc", "PSF-2.0, examples 0BSD", "", "", True),
-    Source("sqlite3-doc", "public domain", "", "", True),
+    Source("cpython-3.11", "PSF-2.0", "", "", True, "3.11.7"),
+    Source("cpython-3.13", "PSF-2.0", "", "", True, "3.13.0"),
+    Source("python3.11-doc", "PSF-2.0, examples 0BSD", "", "", True, "3.11.2-6+deb12u9"),
+    Source("sqlite3-doc", "public domain", "", "", True, "3.40.1-2+deb12u2"),
 )
 
 _CORE = {
@@ -186,8 +188,8 @@ def manifest(documents: Sequence[Document], archive: Path) -> dict[str, Any]:
 
 
 def _version(source: Source) -> str:
-    if not source.dist:
-        return source.name
+    if source.version:
+        return source.version
     try:
         return metadata.version(source.dist)
     except metadata.PackageNotFoundError:
