@@ -164,19 +164,25 @@ class CudaWorker:
 
         Measuring writes into any page of the cache: not with requests open, and not before prefix hits are wanted.
         """
-        self._settle()
-        before = self.driver.free_bytes(), self.backend.arena.nbytes
-        found = []
+        self._enter()
         chosen = None if sizes is None else set(sizes)
-        for program in self.programs():
-            if chosen is not None and program.kind != "block" and program.rows not in chosen:
-                continue
+        programs = [p for p in self.programs() if chosen is None or p.kind == "block" or p.rows in chosen]
+        before = self._memory()
+        for program in programs if measure else ():
+            self._launch(program, *_filled(program, probe))
+        steady, found = self._memory() == before, []
+        for program in programs:
             if measure:
                 self._launch(program, *_filled(program, probe))
             known = probe.known(program.rows) if program.kind == "step" else {"keys": program.rows * probe.ctx}
             found.append(audit_program(program, self.driver, self.backend.hw, known, repeats if measure else 0, ops))
-        after = self.driver.free_bytes(), self.backend.arena.nbytes
-        return Audit(self.backend.device.gpu, self.backend.hw, tuple(found), before[1], before == after)
+        return Audit(self.backend.device.gpu, self.backend.hw, tuple(found), self.backend.arena.nbytes, steady)
+
+    def _memory(self) -> tuple[tuple[int, int] | None, int]:
+        """The device's free memory and the buffers' bytes, when nothing runs."""
+        self._settle()
+        self.driver.device.synchronize()
+        return self.driver.free_bytes(), self.backend.arena.nbytes
 
     def _launch(self, program: Program, step: StepPlan, draft: DraftPlan) -> None:
         """One launch of a program over the plan of its kind, to its end."""

@@ -12,13 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime import sampling
+from runtime import LLM, SamplingParams, sampling
 from runtime.config import SpeculativeConfig
 from runtime.graph.driver import Listed
 from runtime.graph.probe import Probe
 from runtime.plan import pack_draft, pack_plan
 from runtime.speculate import NoSpeculation, TreeSpeculation
-from runtime.types import SamplingParams
 from tests.compare import check_bitwise
 from tests.device_plans import poison
 from tests.runtime.graph.device_worlds import DeviceWorld, open_world, requests_for, state
@@ -171,3 +170,25 @@ def test_mutation_another_past_has_other_bits(invariant):
         prepare(worker, np.random.default_rng(seed))
         found.append(row_bits(worker, 8, 3, 0))
     assert not np.array_equal(*found)
+
+
+def test_the_public_way_and_the_definitions_text():
+    """LLM on "auto": its greedy text is NumPy's in bfloat16 up to near-ties; buckets are captured on request."""
+    options = {"speculative_config": "none", "max_model_len": 512, "max_num_seqs": 8}
+    gpu = LLM("demo", backend="auto", cudagraph_capture_sizes=[1, 8, 64], max_num_batched_tokens=256, **options)
+    assert " cuda bfloat16" in gpu.loaded.summary and "graphs of 4 sizes" in gpu.loaded.summary
+    captured = gpu.loaded.engine.capture()
+    assert captured == gpu.loaded.engine.capture([8]) > 4
+    cpu = LLM("demo", backend="numpy", dtype="bfloat16", **options)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=20)
+    prompts = ["def fibonacci(n):", "The capital of France", "import numpy as np\n", "1, 2, 3, 4,"]
+    same = 0
+    for mine, theirs in zip(gpu.generate(prompts, params), cpu.generate(prompts, params), strict=True):
+        got, want = mine.outputs[0], theirs.outputs[0]
+        for place, (a, b) in enumerate(zip(got.token_ids, want.token_ids, strict=False)):
+            if a != b:
+                truth = want.logprobs[place]
+                assert truth.logprob - dict(zip(truth.rank_ids, truth.rank_logprobs, strict=True))[a] < FLIPPED
+                break
+            same += 1
+    assert same > TOKENS * len(prompts) // 2
