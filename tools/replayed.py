@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from runtime.executor import Executor
-from runtime.types import DraftLogits, DraftPlan, StepPlan, StepResult
+from runtime.types import I64, Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from tools.replay import States
 
 
@@ -35,23 +35,23 @@ class ReplayedText:
         self._readers: dict[int, int] = {}  # first page of a sequence -> its seed
         self.limits = dataclasses.replace(inner.limits, draft_depth=depth, draft_top_k=choices)
 
-    def state(self, seed: int, pos: int) -> int:
+    def state(self, seed: Array | int, pos: Array | int) -> I64:
         """The recorded state of the token at `pos` of the stream `seed`; streams begin spread over the texts."""
-        return (seed * 997 + pos) % len(self._states)
+        found: I64 = (np.asarray(seed).astype(np.int64) * 997 + np.asarray(pos)) % len(self._states)
+        return found
 
     def step(self, plan: StepPlan) -> StepResult:
         result = self._inner.step(plan)
         self._readers |= {int(pages[0]): int(seed) for pages, seed in zip(plan.pages, plan.seed, strict=True)}
         rows = plan.out_rows
-        at = [self.state(int(plan.seed[b]), int(pos)) for b, pos in zip(plan.seq[rows], plan.pos[rows], strict=True)]
-        target = self._states.truth[np.array(at, np.int64), 0].astype(np.int32)
+        at = self.state(plan.seed[plan.seq[rows]], plan.pos[rows])
+        target = self._states.truth[at, 0].astype(np.int32)
         return dataclasses.replace(result, target=target, finite=np.ones(len(rows), np.bool_))
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         if self._drafts:
             self._inner.draft(plan)
-        seeds = [self._readers[int(pages[0])] for pages in plan.pages]
-        at = np.array([self.state(seed, int(pos)) for seed, pos in zip(seeds, plan.pos, strict=True)], np.int64)
+        at = self.state(np.array([self._readers[int(pages[0])] for pages in plan.pages], np.int64), plan.pos)
         return DraftLogits(self._states.logits.ids[at], self._states.logits.logp[at])
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def test_the_text_and_what_is_accepted_are_the_record() -> None:
     got = run_all(made, requests)
     for request in requests:
         emissions = got[request.id]
-        first = run.state(request.seed, 2)
+        first = int(run.state(request.seed, 2))
         written = [token for emission in emissions for token in emission.tokens]
         assert written == states.truth[(first + np.arange(40)) % len(states), 0].tolist()
         at = (first + 1) % len(states)
