@@ -23,8 +23,9 @@ from runtime.speculate import Load, NoSpeculation, Root, Taps, Verified, draft_d
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
 from runtime.types import Bools, DraftLogits, DraftTree
+from runtime.width import Width
 
-MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms
+MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms, so that is rare (runtime/width.py)
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class BudgetSpeculation:
         self.curve = curve
         self.calibration = Calibration()
         self.outlook = Outlook()
+        self.width = Width(MOST_NODES)
         self._executor = executor
         self._top_k = config.draft_top_k
         self._clock = StepClock(curve)
@@ -92,7 +94,8 @@ class BudgetSpeculation:
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
         caps = np.array([root.most or root.nodes for root in roots])
-        forest = grow_forest(logits, np.array([root.token for root in roots], np.int32), int(caps.max()), self.depth)
+        grown = min(int(caps.max()), self.width.next())
+        forest = grow_forest(logits, np.array([root.token for root in roots], np.int32), grown, self.depth)
         value = self.calibration.values(forest)
         usable = caps_mask(forest, caps, np.array([root.depth for root in roots]))
         value = np.where(usable, value, 0.0)
@@ -106,6 +109,7 @@ class BudgetSpeculation:
             weights=stream_weights(value, np.array([root.weight for root in roots])),
             most=most,
         )
+        self.width.observe(int(found.nodes.max()), grown)
         self._proposed = _Proposed([root.id for root in roots], forest, found)
         return prune(forest, found.kept)
 
