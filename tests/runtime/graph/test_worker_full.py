@@ -1,0 +1,59 @@
+"""The CUDA worker of Kimi K2.6 at full width, recorded without a device: every default bucket, its plan's room, its memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from model import dflash, kimi_k26
+from model.bound import BoundModel, Drafter
+from runtime.comm import SoloComm
+from runtime.config import EngineConfig
+from runtime.cuda_worker import CudaWorker
+from runtime.graph.buckets import DEFAULT_SIZES
+from runtime.graph.driver import ListDriver
+from runtime.kernels_cu.backend import CudaBackend
+from runtime.loading import plan_layout
+from runtime.shape_model import shape_drafter, shape_weights
+from runtime.worker import Limits
+from tests.blank_device import BlankDevice, placed, without_driver
+from tests.worlds import ROOT
+
+PAGE = 64
+CONFIGS = {
+    "kimi": (ROOT / "model/configs/kimi-k26.json", ROOT / "model/configs/kimi-k26-dflash.json", 262_144),
+    "demo": (ROOT / "model/demo/config.json", ROOT / "model/demo/drafter/config.json", 4096),
+}
+
+
+def worker_of(name: str, invariant: bool) -> CudaWorker:
+    """Two layers stand for all, one dense, one of experts; the drafter whole."""
+    target, drafter, length = CONFIGS[name]
+    c = replace(kimi_k26.Config.from_json(json.loads(target.read_text())), layers=2)
+    d = replace(dflash.Config.from_json(json.loads(drafter.read_text())), taps=(0, 1))
+    limits = Limits(c.vocab, 1024, 5000, PAGE, length, d.depth, 16)
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=length, block_size=PAGE, num_pages=5000)
+    device = BlankDevice()
+    ops = CudaBackend(device, invariant)
+    cache = ops.zeros((c.layers, limits.num_pages * PAGE, c.cache_width))
+    own = Drafter(d, placed(shape_drafter(d, length), device), dflash.make_cache(ops, d, limits.num_pages * PAGE))
+    model = BoundModel(c, placed(shape_weights(c, 1, length), device), cache, PAGE, length, own)
+    return CudaWorker(ListDriver(device), ops, SoloComm(), model, limits, plan_layout(config, limits))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_records(monkeypatch, name, invariant):
+    """Smaller buckets fit the memory of the largest, which is recorded first; plans and results have room for a full step."""
+    without_driver(monkeypatch)
+    worker = worker_of(name, invariant)
+    steps = [(p.rows, p.out_rows) for p in worker.programs() if p.kind == "step"]
+    assert steps[:2] == [(1024, 1024), (1024, 64)] and {rows for rows, _ in steps} == set(DEFAULT_SIZES)
+    counts = {p.name: len(p.records) for p in worker.programs()}
+    assert max(counts.values()) < 100, "two layers and a drafter are some dozens of launches"
+    assert counts["step 1024 out 64"] == counts["step 1024 out 1024"]
+    taps = {p.arrays["taps"].address for p in worker.programs() if p.kind == "step"}
+    assert len(taps) == 1, "the drafter finds every step's taps at one place"
+    assert worker.backend.arena.nbytes < (5.5 if invariant else 3.0) * 1e9
