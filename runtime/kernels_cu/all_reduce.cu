@@ -34,7 +34,10 @@ using namespace prim;
 static_assert(WORLD >= 2 && WORLD <= 8, "ranks of one host");
 static_assert(THREADS % 32 == 0 && THREADS * VECS >= ROW_VECTORS, "a row in registers");
 constexpr int kWarps = THREADS / 32;
-constexpr int kHalves = WORLD <= 4 ? 1 : 2;               // packets of a vector polled together: 8 ranks' two would fill 56 registers
+constexpr int kRegisters = 65536 / ((THREADS + 127) / 128 * 128);  // of a thread, as blocks are given them
+constexpr int kPolled = (kRegisters - 24) / 8 / (WORLD - 1);       // packets a sender that can be in flight and kept beside them
+constexpr int kAtOnce = kPolled >= 2 * VECS ? VECS : 1;   // vectors polled together: each further poll is an L2 latency
+constexpr int kHalves = kPolled >= 2 ? 1 : 2;             // of their packets
 constexpr size_t kPlace = 2 * ROW_VECTORS;                // packets of a unit
 
 // A rank's region, the same on all of them; other ranks write into it.
@@ -136,49 +139,52 @@ __device__ __forceinline__ void finish_row(float* part, const Rows& r, size_t at
 
 // ---------------------------------------------------------------- one shot
 
-// Sums the vector whose packets lie at `from` + 2 i of every sender's place; this rank's own part comes from its registers.
-__device__ __forceinline__ uint4 collect(const Group& g, const uint4* from, size_t sender_stride, const uint4& mine, uint32_t epoch, bool wait) {
-  uint32_t data[WORLD][4];
+// Sums kAtOnce vectors, of which the n-th has its packets at `from` + 2 n blockDim.x of every sender's place and this rank's own part
+// in mine[n]; `live` of them exist.
+__device__ __forceinline__ void collect(const Group& g, const uint4* from, uint4* mine, int live, uint32_t epoch, bool wait) {
+  uint32_t data[kAtOnce][WORLD][4];
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     constexpr int kTogether = 2 / kHalves;
-    uint64_t got[WORLD][kTogether][2];
+    uint64_t got[kAtOnce][WORLD][kTogether][2];
     int missing, polls = 0;
+    auto each_packet = [&](auto body) {
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+        for (int s = 0; s < WORLD; ++s)
+#pragma unroll
+          for (int q = 0; q < kTogether; ++q)
+            if (n < live && s != g.rank) body(n, s, q);
+    };
     do {
       missing = -1;
-#pragma unroll
-      for (int s = 0; s < WORLD; ++s) {
-        if (s == g.rank) continue;
-#pragma unroll
-        for (int q = 0; q < kTogether; ++q) load_words(from + s * sender_stride + half * kTogether + q, got[s][q][0], got[s][q][1]);
-      }
-#pragma unroll
-      for (int s = 0; s < WORLD; ++s) {
-        if (s == g.rank) continue;
-#pragma unroll
-        for (int q = 0; q < kTogether; ++q)
-          if ((uint32_t)(got[s][q][0] >> 32) != epoch || (uint32_t)(got[s][q][1] >> 32) != epoch) missing = s;
-      }
+      each_packet([&](int n, int s, int q) {
+        load_words(from + s * (BLOCKS * kPlace) + 2 * n * blockDim.x + half * kTogether + q, got[n][s][q][0], got[n][s][q][1]);
+      });
+      each_packet([&](int n, int s, int q) {
+        if ((uint32_t)(got[n][s][q][0] >> 32) != epoch || (uint32_t)(got[n][s][q][1] >> 32) != epoch) missing = s;
+      });
       if (missing < 0 || !wait) break;
       peer_pause();
     } while (++polls < g.spins);
     if (missing >= 0 && wait) fail(g, missing);
-#pragma unroll
-    for (int s = 0; s < WORLD; ++s)
-#pragma unroll
-      for (int q = 0; q < kTogether; ++q) {
-        data[s][2 * (half * kTogether + q)] = (uint32_t)got[s][q][0];
-        data[s][2 * (half * kTogether + q) + 1] = (uint32_t)got[s][q][1];
-      }
+    each_packet([&](int n, int s, int q) {
+      data[n][s][2 * (half * kTogether + q)] = (uint32_t)got[n][s][q][0];
+      data[n][s][2 * (half * kTogether + q) + 1] = (uint32_t)got[n][s][q][1];
+    });
   }
-  float sum[kEight];
 #pragma unroll
-  for (int s = 0; s < WORLD; ++s) {
-    const uint4 v = s == g.rank ? mine : make_uint4(data[s][0], data[s][1], data[s][2], data[s][3]);
-    if (s == 0) unpack8(v, sum);
-    else add8(sum, v);
+  for (int n = 0; n < kAtOnce; ++n) {
+    float sum[kEight];
+#pragma unroll
+    for (int s = 0; s < WORLD; ++s) {
+      const uint4 v = s == g.rank ? mine[n] : make_uint4(data[n][s][0], data[n][s][1], data[n][s][2], data[n][s][3]);
+      if (s == 0) unpack8(v, sum);
+      else add8(sum, v);
+    }
+    mine[n] = pack8(sum);
   }
-  return pack8(sum);
 }
 
 template <bool NORM>
@@ -209,9 +215,10 @@ __device__ __forceinline__ void one_shot(float* part, const Group& g, const Rows
   }
   if (NORM) read_x(have, r, at, count);
 #pragma unroll
-  for (int k = 0; k < VECS; ++k) {
+  for (int k = 0; k < VECS; k += kAtOnce) {
     const int i = threadIdx.x + k * blockDim.x;
-    if (i < count) mine[k] = collect(g, &g.of[g.rank]->packets[epoch & 1][0][unit][2 * i], BLOCKS * kPlace, mine[k], epoch, wait);
+    const int live = i < count ? (count - i + (int)blockDim.x - 1) / (int)blockDim.x : 0;
+    collect(g, &g.of[g.rank]->packets[epoch & 1][0][unit][2 * i], mine + k, live, epoch, wait);
   }
   finish_row<NORM>(part, r, at, count, mine, have);
   if (!NORM) __syncthreads();                             // everybody has read the epoch

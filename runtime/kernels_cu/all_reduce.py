@@ -69,15 +69,15 @@ class Config:
 
 
 def candidates(world: int, hidden: int, sms: int) -> list[Config]:
-    """The default first. Above 4 ranks a vector's packets of all peers want more registers than 896 threads have (72 each)."""
+    """The default first. Above 4 ranks a vector's packets of all peers want more registers than 448 threads have (128 each)."""
     row = vectors("all_reduce", "H", hidden)
     found = []
-    for vecs in (2, 1, 4):
+    for vecs in (1, 2, 4):
         threads = 32 * -(-row // (32 * vecs))
-        if threads <= (896 if world <= 4 else 448):
+        if threads <= (896 if world <= 4 else 256):
             found.append(Config(world, threads, vecs, blocks=min(128, sms // 2 * 2)))
     if not found:
-        raise ValueError(f"all_reduce: a row of H = {hidden} has {row} vectors; blocks of {world} ranks hold at most 1792")
+        raise ValueError(f"all_reduce: a row of H = {hidden} has {row} vectors; blocks of {world} ranks hold at most 1024")
     return found
 
 

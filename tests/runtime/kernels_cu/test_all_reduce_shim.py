@@ -95,7 +95,7 @@ def run_steps(w: World, rank: int, steps: list[Step], dead: bool = False) -> lis
     return wrong
 
 
-@pytest.mark.parametrize(("world", "threads", "vecs"), [(2, 64, 1), (2, 32, 2), (3, 32, 2), (4, 32, 2)])
+@pytest.mark.parametrize(("world", "threads", "vecs"), [(2, 64, 1), (2, 32, 2), (3, 32, 2), (4, 32, 2), (2, 96, 1)])
 @pytest.mark.parametrize("dead", [False, True])
 def test_sums_are_those_of_the_definition_over_calls_of_every_kind(
     shim: Callable[..., ctypes.CDLL], world: int, threads: int, vecs: int, dead: bool
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_come_is_named_and_waited_for_once(shim: Callable[.
         ("packets[epoch & 1][g.rank][unit]", "packets[0][g.rank][unit]"),  # no turns on the sender's side
         ("if (threadIdx.x == 0) g.state->two[block] = epoch;", ""),  # flags of the last call pass for this one's
         ("g.of[peer]->sums[m][i] = packed;", "if (peer != 0) g.of[peer]->sums[m][i] = packed;"),
-        ("const uint4 v = s == g.rank ? mine : ", "const uint4 v = s == 0 ? mine : "),
+        ("const uint4 v = s == g.rank ? mine[n] : ", "const uint4 v = s == 0 ? mine[n] : "),
         ("(threadIdx.x == 0) g.state->one[unit] = epoch;", "(threadIdx.x == 0) g.state->one[unit] = 1;"),
     ],
 )
@@ -164,7 +164,7 @@ def test_configurations_are_checked() -> None:
         kernel.two_shot(config, 25, HIDDEN, ranks, part=0)
     with pytest.raises(ValueError, match="rank 0 with 3 regions, built for 2"):
         kernel.one_shot(config, 1, HIDDEN, kernel.Ranks(0, [0, 0, 0], 0, 0), part=0)
-    assert kernel.candidates(8, 7168, 132)[0] == kernel.Config(8, 448, 2, 128)
+    assert kernel.candidates(8, 7168, 132)[0] == kernel.Config(8, 224, 4, 128) and kernel.candidates(2, 7168, 132)[0].threads == 896
 
 
 @needs_nvrtc

@@ -31,7 +31,7 @@ def test_thresholds_are_where_the_fastest_way_changes_first() -> None:
 def test_a_way_is_chosen_by_rows() -> None:
     found = Thresholds(8, 64)
     assert [found.way(rows) for rows in (1, 8, 9, 64, 65)] == [ONE, ONE, TWO, TWO, LARGE]
-    assert default_thresholds(Config(2)).one == 128 and default_thresholds(Config(8, 448)).one == 18
+    assert default_thresholds(Config(2)).one == 128 and default_thresholds(Config(8, 256, 4)).one == 18
 
 
 class Nothing:
