@@ -215,7 +215,15 @@ def measure(options: argparse.Namespace, shapes: Sequence[Shape], rows: Sequence
         if options.tune:
             config, times = tune(device, pool, shape, built, options.seconds)
             why = "tuned now"
-            entry = {"config": asdict(config), "us": {str(m): round(us, 2) for m, us in times.items()}, "src": source_digest()}
+            library = {m: Case(device, pool, shape, m).library() for m in TUNE_ROWS}
+            entry = {
+                "config": asdict(config),
+                "us": {str(m): round(us, 2) for m, us in times.items()},
+                "library_us": {
+                    str(m): round(Case(device, pool, shape, m).time_us(runs, options.seconds), 2) for m, runs in library.items()
+                },
+                "src": source_digest(),
+            }
             write_tuned(options.tuned or ROOT / "runtime/kernels_cu/tuned" / f"{device.gpu}.json", {tuned_key(shape.dims(1)): entry})
         for m in rows:
             case = Case(device, pool, shape, m)

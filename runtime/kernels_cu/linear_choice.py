@@ -1,4 +1,4 @@
-"""Which configuration a skinny product gets: tuned where measured (tools/bench_linear.py), the predicted best elsewhere.
+"""Which kernel and configuration a product of few rows gets: tuned where measured (tools/bench_linear.py), the predicted best elsewhere.
 
 One choice for all M of an (N, K, heads), but for the columns that M needs: a row has the same bits in every bucket.
 """
@@ -34,3 +34,13 @@ def choose_config(dims: Dims, gpu: str = "", arch: str = "sm_90a", hw: Hardware 
             stale = "" if entry["src"] == source_digest() else ", measured on another version of the kernel"
             return replace(config, columns=8 if dims.M <= 8 else 16), f"tuned/{gpu}.json{stale}"
     return default_config(dims, hw, arch), "default"
+
+
+def library_is_faster(dims: Dims, gpu: str) -> bool:
+    """Whether cuBLASLt was faster where both were timed, at the measured M that is the next above; without a record, the kernel's turn."""
+    entry = read_tuned(gpu).get(tuned_key(dims), {})
+    ours, theirs = entry.get("us", {}), entry.get("library_us", {})
+    for m in sorted(int(m) for m in ours if m in theirs):
+        if m >= dims.M:
+            return float(theirs[str(m)]) < float(ours[str(m)])
+    return False

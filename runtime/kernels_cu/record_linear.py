@@ -1,4 +1,4 @@
-"""Products, as launches: to 16 rows a kernel that streams the weights, above them the device's library.
+"""Products, as launches: to 16 rows a kernel that streams the weights or the device's library, as measured; above them the library.
 
 A library's product writes garbage where a row is dead; nothing reads that. With `invariant` every product is the library's, by
 the algorithm that it has for all numbers of rows, for the kernel's order of summation is another.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from runtime.kernels_cu import linear_skinny, mla_prep
 from runtime.kernels_cu.array import DeviceArray
-from runtime.kernels_cu.linear_choice import choose_config
+from runtime.kernels_cu.linear_choice import choose_config, library_is_faster
 from runtime.kernels_cu.linear_lt import describe
 from runtime.kernels_cu.linear_skinny import CHUNK, FRAG_ROWS, MOST_ROWS, Dims
 from runtime.kernels_cu.recorder import Recorder, op
@@ -18,7 +18,7 @@ _ROPE = mla_prep.Config()  # the build that query_rope comes from; its own launc
 
 def record_product(r: Recorder, dims: Dims, *, x: int, w: int, out: int, float_out: bool = False, seq: int = 0) -> None:
     """out [M, heads, N] = x [M, heads, K] w [heads, N, K]^T; addresses; seq: marks of dead rows, 0: none is."""
-    if r.invariant or not _is_skinny(dims):
+    if r.invariant or not _is_skinny(dims) or library_is_faster(dims, r.device.gpu):
         strides = {"x_row": dims.x_row, "out_row": dims.out_row, "x_head": dims.x_head, "out_head": dims.out_head}
         product = describe(dims.M, dims.N, dims.K, heads=dims.heads, float_out=float_out, **strides)
         r.append(r.device.multiply(product, w, x, out, invariant=r.invariant))
