@@ -35,7 +35,7 @@ from runtime.kernels_np import NumpyBackend
 from runtime.kernels_np.rows import ROW_TILE
 from runtime.load_config import FROM_FILES, LoadConfig
 from runtime.plan import DraftLayout, PlanLayout
-from runtime.processes import Meeting, ProcessRanks
+from runtime.processes import CapturedRanks, Meeting, ProcessRanks
 from runtime.ray_ranks import RayPeers
 from runtime.shared_comm import SharedComm
 from runtime.spawn import RankJob, SpawnedPeers
@@ -171,7 +171,8 @@ def make_executor(
     jobs = [rank_job(source, config, speculative, activations, backend, rank, tp) for rank in range(1, tp)]
     make_own = partial(make_rank, source, config, speculative, activations, backend, progress=progress)
     peers = RayPeers(jobs) if distributed == "ray" else SpawnedPeers(jobs)
-    return ProcessRanks(meeting_of(source, config, speculative, backend, tp), peers, make_own)
+    ranks = CapturedRanks if backend == "cuda" else ProcessRanks
+    return ranks(meeting_of(source, config, speculative, backend, tp), peers, make_own)
 
 
 def make_rank(

@@ -165,19 +165,6 @@ class ProcessRanks:
             self._ring.publish(DRAFT)
             return self._worker.draft(plan)  # type: ignore[no-any-return]
 
-    def capture(self, buckets: Iterable[int] | None = None) -> int:
-        """As `Captures.capture`, on all ranks; 0 where nothing is captured."""
-        if not isinstance(self._worker, Captures):
-            return 0
-        wanted = None if buckets is None else list(buckets)
-        with self._together():
-            _write_sizes(wanted, self._ring.record())
-            self._ring.publish(CAPTURE)
-            count = self._worker.capture(wanted)
-            if self._ring.answers() != [count] * (self._meeting.world - 1):
-                raise RankFailed(f"ranks hold different numbers of graphs; rank 0 has {count}")
-        return count
-
     def trouble(self) -> str | None:
         """Why no further step can succeed, or None."""
         return self._group.story
@@ -201,6 +188,22 @@ class ProcessRanks:
             except BaseException as error:
                 self._group.fail(f"rank 0 failed: {type(error).__name__}: {error}")
                 raise
+
+
+class CapturedRanks(ProcessRanks):
+    """Ranks that replay steps as graphs."""
+
+    def capture(self, buckets: Iterable[int] | None = None) -> int:
+        """As `Captures.capture`, on all ranks. A capture meets nobody, so a bucket that rank 0 refuses reaches no other."""
+        wanted = None if buckets is None else list(buckets)
+        with self._group.lock:
+            count: int = self._worker.capture(wanted)
+        with self._together():
+            _write_sizes(wanted, self._ring.record())
+            self._ring.publish(CAPTURE)
+            if self._ring.answers() != [count] * (self._meeting.world - 1):
+                raise RankFailed(f"ranks hold different numbers of graphs; rank 0 has {count}")
+        return count
 
 
 class _Group:
