@@ -37,8 +37,9 @@ class Worker:
         return len(self.captured)
 
     def step(self, plan: Any) -> StepResult:
-        none = np.zeros((len(plan.out_rows), 0))
-        return StepResult(np.full(len(plan.out_rows), plan.m, np.int32), none[:, 0], none[:, 0] == 0, none, none, 0.0)
+        rows = len(plan.out_rows)
+        none = np.zeros((rows, 0))
+        return StepResult(np.full(rows, plan.m, np.int32), np.zeros(rows, np.float32), np.ones(rows, np.bool_), none, none, 0.0)
 
     def draft(self, plan: Any) -> DraftLogits:
         raise RuntimeError("no drafter")
