@@ -63,4 +63,7 @@ def shim(tmp_path_factory):
         pytest.skip("no g++ for the CPU shim")
     from tests.shim_device import Shim  # only here: most tests have no kernels
 
-    return Shim(tmp_path_factory.mktemp("kcpu"))
+    base = tmp_path_factory.getbasetemp()  # of a worker of pytest-xdist: a folder in that of the run
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kcpu"
+    folder.mkdir(exist_ok=True)
+    return Shim(folder)

@@ -7,6 +7,8 @@ holds one block of the experts' kernel. Its library of products multiplies in Nu
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ Get = Callable[[str, dict[str, int]], ctypes.CDLL]
 
 
 class Shim:
-    """shim(source, defines) compiles tests/kcpu/<source> as C++ and loads it; once for each set of constants."""
+    """shim(source, defines) compiles tests/kcpu/<source> as C++ and loads it; once for each set of constants, also where several
+    processes share the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,11 +44,14 @@ class Shim:
     def __call__(self, source: str, defines: Mapping[str, int]) -> ctypes.CDLL:
         key = (source, *sorted(defines.items()))
         if key not in self._built:
-            target = self._folder / f"{len(self._built)}.so"
+            target = self._folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
+            part = target.with_suffix(f".{os.getpid()}")  # seen whole or not at all
             flags = [f"-D{name}={value}" for name, value in defines.items()]
             flags += [f"-I{ROOT / 'tests' / 'kcpu'}", f"-I{ROOT / 'runtime' / 'kernels_cu'}"]
             command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-DKCPU", "-Wno-attributes", *flags, "-shared", "-fPIC"]
-            subprocess.run([*command, "-o", str(target), str(ROOT / "tests" / "kcpu" / source)], check=True)
+            if not target.exists():
+                subprocess.run([*command, "-o", str(part), str(ROOT / "tests" / "kcpu" / source)], check=True)
+                os.replace(part, target)
             self._built[key] = ctypes.CDLL(str(target))
         return self._built[key]
 
