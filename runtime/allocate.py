@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.budget import Allocation, Calibration, allocate, caps_mask, prune, stream_weights
+from runtime.budget import Allocation, Calibration, Cells, allocate, caps_mask, find_cells, prune, stream_weights
 from runtime.clock import StepClock
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
@@ -34,6 +34,7 @@ class _Proposed:
 
     roots: list[str]
     forest: Forest
+    cells: Cells
     allocation: Allocation
 
 
@@ -96,7 +97,8 @@ class BudgetSpeculation:
         caps = np.array([root.most or root.nodes for root in roots])
         grown = min(int(caps.max()), self.width.next())
         forest = grow_forest(logits, np.array([root.token for root in roots], np.int32), grown, self.depth)
-        value = self.calibration.values(forest)
+        cells = find_cells(forest)
+        value = self.calibration.values(forest, cells)
         usable = caps_mask(forest, caps, np.array([root.depth for root in roots]))
         value = np.where(usable, value, 0.0)
         self.outlook.observe(value)
@@ -109,8 +111,9 @@ class BudgetSpeculation:
             weights=stream_weights(value, np.array([root.weight for root in roots])),
             most=most,
         )
+        self.outlook.settle(price, price.roots, found.expected, found.seconds)
         self.width.observe(int(found.nodes.max()), grown)
-        self._proposed = _Proposed([root.id for root in roots], forest, found)
+        self._proposed = _Proposed([root.id for root in roots], forest, cells, found)
         return prune(forest, found.kept)
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
@@ -133,20 +136,20 @@ class BudgetSpeculation:
         )
         if self._proposed is not None:
             kept, accepted = _outcome(self._proposed, verified)
-            self.calibration.observe(self._proposed.forest, kept, accepted)
+            self.calibration.observe(self._proposed.forest, kept, accepted, self._proposed.cells)
             self._proposed = None
 
 
 def _outcome(proposed: _Proposed, verified: Mapping[str, Verified]) -> tuple[Bools, Bools]:
     """Nodes that were verified and nodes that were accepted, [B, N]: the scheduler may have cut a tree or left a stream out."""
-    kept = proposed.allocation.kept.copy()
-    accepted = np.zeros_like(kept)
-    for b, id in enumerate(proposed.roots):
-        columns = np.flatnonzero(kept[b])
-        seen = verified.get(id)
-        if seen is None or not seen.sound:
-            kept[b] = False
-            continue
-        kept[b, columns[seen.nodes :]] = False
-        accepted[b, columns[np.array(seen.path[1:], np.int64) - 1]] = True
-    return kept, accepted
+    kept = proposed.allocation.kept
+    number = np.cumsum(kept, axis=1)  # of a kept node in the tree that was verified, the root 0
+    seen = [verified.get(id) for id in proposed.roots]
+    nodes = np.array([v.nodes if v is not None and v.sound else 0 for v in seen])
+    taken = np.zeros((len(kept), kept.shape[1] + 1), np.bool_)
+    for b, v in enumerate(seen):
+        if v is not None and v.sound:
+            taken[b, list(v.path)] = True
+    kept = kept & (number <= nodes[:, None])
+    rows = (np.arange(len(kept)) * taken.shape[1])[:, None]
+    return kept, kept & taken.take(number + rows)

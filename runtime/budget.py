@@ -113,16 +113,13 @@ def caps_mask(forest: Forest, nodes: Array, depth: Array) -> Bools:
 
 def prune(forest: Forest, kept: Bools) -> list[DraftTree]:
     """The kept nodes of each stream under its root, renumbered in the forest's order; kept [B, N] is closed under parents."""
-    streams = len(kept)
-    with_root = np.concatenate([np.ones((streams, 1), np.bool_), kept], axis=1)
+    with_root = np.concatenate([np.ones((len(kept), 1), np.bool_), kept], axis=1)
     number = (np.cumsum(with_root, axis=1) - 1).astype(np.int16)
-    trees = []
-    for b in range(streams):
-        mask = with_root[b]
-        parent = forest.parent[b, mask]
-        parent[1:] = number[b, parent[1:]]
-        trees.append(DraftTree(forest.token[b, mask], parent, forest.depth[b, mask]))
-    return trees
+    stream, node = np.nonzero(with_root)  # in order of streams, so that a stream's nodes are a slice
+    token, above, depth = forest.token[stream, node], forest.parent[stream, node], forest.depth[stream, node]
+    parent = np.where(above < 0, above, number[stream, np.maximum(above, 0)])
+    ends = np.cumsum(np.count_nonzero(with_root, axis=1)).tolist()
+    return [DraftTree(token[i:j], parent[i:j], depth[i:j]) for i, j in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 class Calibration:
@@ -145,11 +142,11 @@ class Calibration:
         found: F64 = (STRENGTH + self.accepted) / (STRENGTH + self.promised)
         return found
 
-    def values(self, forest: Forest) -> F64:
+    def values(self, forest: Forest, cells: Cells | None = None) -> F64:
         """[B, N] chance that each node (root left out) is accepted; never above its parent's. 0 past a stream's size."""
-        cell, own = _cells(forest)
+        cells = cells or find_cells(forest)
         chance = np.ones(forest.key.shape)
-        chance[:, 1:] = np.minimum(own * self.ratio.ravel()[cell], 1.0)
+        chance[:, 1:] = np.minimum(cells.own * self.ratio.ravel()[cells.cell], 1.0)
         flat, width = chance.reshape(-1), forest.key.shape[1]
         above = (np.arange(len(forest.size))[:, None] * width + forest.parent).ravel()
         for depth in range(1, int(forest.depth.max(initial=0)) + 1):  # level by level: a product with at most 1 never rises
@@ -157,38 +154,44 @@ class Calibration:
             flat[nodes] *= flat[above[nodes]]
         return np.where(np.arange(1, width) <= forest.size[:, None], chance[:, 1:], 0.0)
 
-    def observe(self, forest: Forest, kept: Bools, accepted: Bools) -> None:
+    def observe(self, forest: Forest, kept: Bools, accepted: Bools, cells: Cells | None = None) -> None:
         """Counts verified nodes whose parent was accepted. kept, accepted: [B, N], accepted within kept."""
         if not kept.size:
             return
-        up = np.maximum(forest.parent[:, 1:], 0).astype(np.int64)
-        with_root = np.concatenate([np.ones((len(kept), 1), np.bool_), accepted], axis=1)
-        tried = kept & np.take_along_axis(with_root, up, axis=1)
-        cell, own = _cells(forest)
+        cells = cells or find_cells(forest)
+        stream, node = np.nonzero(kept)
+        up = np.maximum(forest.parent[stream, node + 1], 0)
+        tried = (up == 0) | accepted[stream, up - 1]
+        stream, node = stream[tried], node[tried]
+        cell = cells.cell[stream, node]
         fade = (1.0 - 1.0 / MEMORY) ** len(kept)
-        for table, weight in ((self.promised, own[tried]), (self.accepted, accepted[tried].astype(np.float64))):
+        for table, weight in ((self.promised, cells.own[stream, node]), (self.accepted, accepted[stream, node])):
             table *= fade
-            table += np.bincount(cell[tried], weight, table.size).reshape(table.shape)
+            table += np.bincount(cell, weight, table.size).reshape(table.shape)
 
 
-def _cells(forest: Forest) -> tuple[I64, F64]:
-    """Flat cell of each node besides the root [B, N], and the probability that the drafter gives its token [B, N]."""
-    up = np.maximum(forest.parent[:, 1:], 0).astype(np.int64)
-    cost = np.maximum(np.take_along_axis(forest.key, up, axis=1) - forest.key[:, 1:], 0.0)
-    exists = np.arange(1, forest.key.shape[1]) <= forest.size[:, None]
-    cost = np.where(exists, cost, np.inf)
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Where calibration counts the nodes of a forest, roots left out."""
+
+    cell: I64  # [B, N] flat
+    own: F64  # [B, N] probability that the drafter gives the node's token
+
+
+def find_cells(forest: Forest) -> Cells:
+    """The cells of a forest's nodes; a step needs them twice, before and after."""
+    streams, width = forest.key.shape
+    up = np.maximum(forest.parent[:, 1:], 0) + (np.arange(streams) * width)[:, None]
+    exists = np.arange(1, width) <= forest.size[:, None]
+    cost = np.where(exists, np.maximum(forest.key.take(up) - forest.key[:, 1:], 0.0), np.inf)
     level = np.minimum(np.sqrt(cost) * 4.0, BINS - 1).astype(np.int64)
-    depth = np.where(exists, np.clip(forest.depth[:, 1:], 1, DEPTHS) - 1, 0)
-    off = ~np.take_along_axis(_on_spine(forest), up, axis=1)
-    return (depth * 2 + off) * BINS + level, np.exp(-cost)
+    depth = np.where(exists, np.minimum(np.maximum(forest.depth[:, 1:], 1), DEPTHS) - 1, 0)
+    off = ~_on_spine(forest).take(up)
+    return Cells((depth * 2 + off) * BINS + level, np.exp(-cost))
 
 
 def _on_spine(forest: Forest) -> Bools:
     """[B, N + 1] the root and the top-1 chain below it: the first node of each depth, as keys fall and ties go to lower ranks."""
-    spine = np.zeros(forest.depth.shape, np.bool_)
-    spine[:, 0] = True
-    stream = np.arange(len(spine))
-    for depth in range(1, int(forest.depth.max(initial=0)) + 1):
-        first = np.argmax(forest.depth == depth, axis=1)  # 0, the root, where a stream has none
-        spine[stream, first] = True
+    spine = np.ones(forest.depth.shape, np.bool_)
+    spine[:, 1:] = forest.depth[:, 1:] > np.maximum.accumulate(forest.depth, axis=1)[:, :-1]
     return spine

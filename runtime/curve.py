@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,7 @@ from runtime.types import Array
 F64 = NDArray[np.float64]
 EMA_STEPS = 64  # observations of a bucket over which it forgets
 OUTLIER = 2.0  # an observation counts at most this many times the present value: a pause of the host is no cost of the device
+FIRST, FIT_EVERY = 4, 8  # observations of an edge after which all edges are fitted anew: the first ones, then every so many
 FORMAT = 1
 MARGINAL_SHARE = 0.25  # a further row is cheap when it costs less than this part of the average row
 
@@ -73,11 +75,13 @@ class Learned:
             return
         old = self.measured[place]
         self.count[place] += 1
+        count = int(self.count[place])
         if np.isnan(old):
             self.measured[place] = seconds
         else:
-            self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(int(self.count[place]), EMA_STEPS)
-        self._fit()
+            self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(count, EMA_STEPS)
+        if count <= FIRST or count % FIT_EVERY == 0:
+            self._fit()
 
     def reshape(self, prior: F64) -> None:
         """Takes another prior; what was measured stays."""
@@ -145,6 +149,7 @@ class CostCurve:
         self.note = note  # where the prior comes from and what it assumes
         self.contexts = tuple(contexts)
         self._steps = [Learned(buckets, row) for row in rows]
+        self._seen: list[int] = []  # contexts with a measurement
         self._draft = Learned(streams, draft_s)
         self._overhead = Learned((1,), (overhead_s,))
         if list(self.contexts) != sorted(set(self.contexts)) or not self.contexts:
@@ -159,8 +164,8 @@ class CostCurve:
         return float(self._overhead.value[0])
 
     def _for_context(self, ctx: int) -> Learned:
-        place = min(int(np.searchsorted(self.contexts, ctx)), len(self.contexts) - 1)
-        seen = [i for i, step in enumerate(self._steps) if step.count.any()]
+        place = bisect_left(self.contexts, ctx, hi=len(self.contexts) - 1)
+        seen = self._seen
         return self._steps[min(seen, key=lambda i: abs(i - place))] if seen and place not in seen else self._steps[place]
 
     def step(self, rows: Array | int, ctx: int = 0) -> F64:
@@ -180,7 +185,10 @@ class CostCurve:
             step.reshape(self._steps[0].value)
 
     def observe_step(self, rows: int, ctx: int, seconds: float) -> None:
-        self._steps[min(int(np.searchsorted(self.contexts, ctx)), len(self.contexts) - 1)].observe(rows, seconds)
+        place = bisect_left(self.contexts, ctx, hi=len(self.contexts) - 1)
+        self._steps[place].observe(rows, seconds)
+        if place not in self._seen and self._steps[place].count.any():
+            self._seen = sorted([*self._seen, place])
 
     def observe_draft(self, streams: int, seconds: float) -> None:
         self._draft.observe(streams, seconds)

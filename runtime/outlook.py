@@ -25,6 +25,7 @@ class Outlook:
         self._seen = 0
         self._skipped = 0
         self._patience = PROBE
+        self._sure = False  # the last draft paid by its own values
         self._sums: F64 | None = None  # of _gain, until the pool changes
 
     @property
@@ -36,12 +37,16 @@ class Outlook:
         """Remembers the values [B, N] of trees as they were drafted (0: no node); the oldest make room."""
         if value.shape[1] > self._pool.shape[1]:
             self._pool = np.pad(self._pool, ((0, 0), (0, value.shape[1] - self._pool.shape[1])))
+        rows = value[-POOL:]
+        places = (self._seen + np.arange(len(rows))) % POOL
+        self._pool[places] = 0.0
+        self._pool[places, : value.shape[1]] = rows
+        self._seen += len(rows)
         self._sums = None
-        for row in value[-POOL:]:
-            place = self._seen % POOL
-            self._pool[place] = 0.0
-            self._pool[place, : len(row)] = row
-            self._seen += 1
+
+    def settle(self, price: Price, base: float, expected: float, seconds: float) -> None:
+        """Hears what a step with a draft was expected to bring: if that pays, the next one is not asked about."""
+        self._sure = (base + expected) / seconds > MARGIN * base / float(price.seconds(0, 0))
 
     def pays(self, price: Price, *, base: float, streams: int, most: int = UNBOUNDED) -> bool:
         """Whether a draft for `streams` roots should raise tokens/s; now and then True whatever is expected, after
@@ -51,8 +56,8 @@ class Outlook:
         """
         if streams == 0:
             return False
-        if not self._seen or self.best(price, base, streams, most)[0] > MARGIN * base / float(price.seconds(0, 0)):
-            self._skipped, self._patience = 0, PROBE
+        if self._sure or not self._seen or self.best(price, base, streams, most)[0] > MARGIN * base / float(price.seconds(0, 0)):
+            self._skipped, self._patience, self._sure = 0, PROBE, False
             return True
         self._skipped += 1
         if self._skipped < self._patience:

@@ -128,6 +128,7 @@ class Replay:
             outlook.observe(value)
             weights = ease_weights(value) if eased else None
             found = allocate(value, self.grown.exists[at], price, base=streams, drafted=streams, weights=weights)
+            outlook.settle(price, streams, found.expected, found.seconds)
             last = (forest, at, found.kept) if calibrated else None
             return found
 
