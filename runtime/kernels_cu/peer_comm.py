@@ -8,11 +8,11 @@ the same calls in the same order, so they meet in every launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.kernels_cu import all_reduce, dense, top_merge
+from runtime.kernels_cu import all_reduce, top_merge
 from runtime.kernels_cu.array import WIDTHS, DeviceArray
 from runtime.kernels_cu.device import Device, Runnable
 from runtime.kernels_cu.recorder import Recorded, Recorder
@@ -107,7 +107,7 @@ class PeerComm:
         ops.top_logprobs(logits, ids=own_ids, logp=own_logp)
         nbytes, device, live = config.part_bytes(rows, top), self._recorder.device, self._recorder.counted("rows")
         own, parts = (self._recorder.arena.take(f"comm.top_{name}", n) for name, n in (("own", nbytes), ("parts", nbytes * self.world)))
-        functions = device.functions(top_merge.SOURCE, config.defines(), top_merge.ENTRIES)
+        functions = self._merging(config)
         made = {"logits": logits.flat, "ids": own_ids.flat, "logp": own_logp.flat, "live": live, "out": own}
         pack = top_merge.top_pack(config, rows, share, top, self.rank * share, **made)
         merge = top_merge.top_merge(config, rows, top, parts=parts, live=live, ids=ids.flat, logp=logp.flat)
@@ -120,17 +120,13 @@ class PeerComm:
         rows, width = x.shape
         if out.shape != (rows, width * self.world) or out.dtype != x.dtype:
             raise ValueError(f"all_gather over {self.world} ranks: out is {list(out.shape)} {out.dtype} for x {list(x.shape)} {x.dtype}")
-        item = WIDTHS[x.dtype]
-        parts = self._recorder.arena.take("comm.gather", x.nbytes * self.world)
+        parts, config = self._recorder.arena.take("comm.gather", x.nbytes * self.world), top_merge.Config(self.world)
         self._append("all_gather", self._large.all_gather(x.flat, parts, x.nbytes))
-        config, device = dense.Config(), self._recorder.device
-        functions = device.functions(dense.SOURCE, config.defines(), dense.ENTRIES)
-        for rank in range(self.world):
-            place = out.flat + rank * width * item
-            call = dense.copy(
-                rows, width * item // 2, x=parts + rank * x.nbytes, out=place, out_stride_bytes=width * self.world * item
-            )  # fmt: skip
-            self._append("all_gather", device.prepare(call, functions))
+        call = top_merge.side_by_side(config, rows, width * WIDTHS[x.dtype], parts=parts, out=out.flat)
+        self._append("all_gather", self._recorder.device.prepare(call, self._merging(config)))
+
+    def _merging(self, config: top_merge.Config) -> Mapping[str, Any]:
+        return self._recorder.device.functions(top_merge.SOURCE, config.defines(), top_merge.ENTRIES)
 
     def _way(self, x: DeviceArray) -> str:
         if self._memory is None:

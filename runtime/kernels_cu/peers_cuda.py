@@ -21,7 +21,8 @@ from runtime.kernels_cu.device import Runnable
 from runtime.kernels_cu.peer_comm import LARGE, ONE, TWO, Large, PeerComm, PeerMemory, Thresholds
 from runtime.kernels_cu.recorder import Recorder
 
-NCCL_NODES = ALLOWED | {"wait", "record"}  # a captured collective leaves an event-record node, its graph a wait
+# A captured collective leaves an event-record node, its graph a wait; without peer access its proxy may add host nodes.
+NCCL_NODES = ALLOWED | {"wait", "record", "host"}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 OPS_PER_GRAPH, LAUNCHES = 20, 5
 
@@ -123,7 +124,7 @@ def open_peers(recorder: Recorder, host: Host, hidden: int) -> PeerComm:
     nccl = NcclGroup(host)
     room = recorder.device.alloc(2 * hidden * host.world)
     nccl.all_reduce(room, hidden).run(recorder.device.stream)  # connects, which may not happen in a capture
-    nccl.all_gather(room, room, 2 * hidden).run(recorder.device.stream)
+    nccl.all_gather(room + 2 * hidden * host.rank, room, 2 * hidden).run(recorder.device.stream)
     recorder.device.synchronize()
     recorder.device.free(room)
     memory = open_memory(recorder, host, hidden)

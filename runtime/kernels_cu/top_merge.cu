@@ -1,7 +1,9 @@
-// The K likeliest tokens of a vocabulary that is cut over ranks: what a rank tells the others, and what all make of it.
+// A vocabulary that is cut over ranks: the K likeliest tokens of all of it, and rows of logits put together.
 //
-//   top_pack    block = a row    (id, logit) of this rank's K likeliest, and the log of its sum of exponentials
-//   top_merge   block = a row    the K largest of WORLD x K logits, falling, of equals the lower id; logit - log of all sums
+//   top_pack      block = a row    (id, logit) of this rank's K likeliest, and the log of its sum of exponentials
+//   top_merge     block = a row    the K largest of WORLD x K logits, falling, of equals the lower id; logit - log of all sums
+//
+//   side_by_side  thread = 16 bytes    out[m] = the ranks' rows m, one after the other
 //
 // Instead of V logits a row travels as 8 (K + 1) bytes a rank: 136 of 655,360 at K = 16, V = 163,840, and each rank searches V / WORLD
 // logits. Rows at or beyond *live are neither read nor written. A row with NaN has NaN for every log-probability.
@@ -60,4 +62,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_merge(const uint2* par
     ids[m * K + before] = (int)name[c];
     logp[m * K + before] = __uint_as_float(part(c / K, c % K).y) - log_total;
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) side_by_side(const uint4* parts, uint4* out, int vectors) {
+  const int m = blockIdx.y, rank = blockIdx.z, i = blockIdx.x * THREADS + threadIdx.x;
+  pdl_trigger();                                          // parts [WORLD, M, vectors], out [M, WORLD, vectors]
+  pdl_wait();
+  if (i < vectors) out[((size_t)m * WORLD + rank) * vectors + i] = parts[((size_t)rank * gridDim.y + m) * vectors + i];
 }

@@ -1,4 +1,4 @@
-"""The K likeliest tokens of a vocabulary cut over ranks: the calls of top_merge.cu.
+"""A vocabulary cut over ranks, its likeliest tokens and its rows of logits: the calls of top_merge.cu.
 
 GPU-unverified: run on the CPU shim, compiled for every architecture, never yet run on a GPU.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels_cu._call import Call, i32, ptr
+from runtime.kernels_cu._call import Call, blocks, i32, ptr, vectors
 
 SOURCE = "top_merge.cu"
-ENTRIES = ("top_pack", "top_merge")
+ENTRIES = ("top_pack", "top_merge", "side_by_side")
 MOST = 1024  # world x K; two words of shared memory each
 
 
@@ -42,3 +42,9 @@ def top_merge(config: Config, m: int, top: int, *, parts: int, live: int, ids: i
     if config.world * top > MOST:
         raise ValueError(f"top_merge: {config.world} ranks' {top} tokens; at most {MOST} together")
     return Call("top_merge", (m, 1, 1), config.threads, 0, (ptr(parts), ptr(live), ptr(ids), ptr(logp), i32(m), i32(top)))
+
+
+def side_by_side(config: Config, m: int, row_bytes: int, *, parts: int, out: int) -> Call:
+    """out [M, world, row_bytes] = parts [world, M, row_bytes]; rows are multiples of 16 bytes."""
+    row = vectors("side_by_side", "a rank's row", row_bytes, 1)
+    return Call("side_by_side", (blocks(row, config.threads), m, config.world), config.threads, 0, (ptr(parts), ptr(out), i32(row)))

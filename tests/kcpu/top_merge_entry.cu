@@ -4,3 +4,4 @@
 
 KCPU_ENTRY(top_pack)
 KCPU_ENTRY(top_merge)
+KCPU_ENTRY(side_by_side)

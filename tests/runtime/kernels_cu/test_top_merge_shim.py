@@ -82,6 +82,18 @@ def test_planted_faults_are_found(tmp_path: Any, old: str, new: str) -> None:
         check(*merged(mutant(tmp_path, "top_merge.cu", old, new), 2, 64, 16))
 
 
+@pytest.mark.parametrize(("world", "rows", "width"), [(2, 3, 8), (3, 5, 132), (8, 1, 260)])
+def test_rows_stand_side_by_side(shim: Get, world: int, rows: int, width: int) -> None:
+    config = kernel.Config(world, 32)
+    parts = np.random.default_rng(0).standard_normal((world, rows, width)).astype(np.float32)
+    out = poisoned(rows, world * width, dtype=np.float32)
+    lib = shim("top_merge_entry.cu", config.defines())
+    run_call(lib, kernel.side_by_side(config, rows, 4 * width, parts=address(parts), out=address(out)))
+    assert np.array_equal(out, np.concatenate(list(parts), axis=1))
+    with pytest.raises(ValueError, match="a row must be a positive multiple of 16 bytes"):
+        kernel.side_by_side(config, rows, 20, parts=0, out=0)
+
+
 @pytest.mark.parametrize(("world", "top"), [(2, 16), (3, 5), (2, 40)])  # 40 of shares of 30: gathered whole
 def test_ranks_on_the_cpu_merge_too(world: int, top: int) -> None:
     block, logits = SharedBlock.create(LINE + SharedComm.nbytes(world)), logits_of(6, 30 * world)
