@@ -333,7 +333,7 @@ class Engine:
     def _publish(self) -> None:
         pool, stats = self._scheduler.pool, self._stats
         stats.running = len(self._scheduler.running) if self.dead is None else 0
-        stats.pages_used, stats.pages_kept = pool.held, pool.kept
+        stats.pages_used, stats.pages_kept, stats.seats = pool.held, pool.kept, self._scheduler.seats
         with self._wake:
             self._published = stats.copy()
             self._last_step_s = time.monotonic()

@@ -45,6 +45,7 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    seats: int = 0  # sequences that may run now: fewer than max_num_seqs under a latency target
     pages_total: int = 0  # that sequences can hold: the null page is not counted
     pages_used: int = 0  # held by sequences
     pages_kept: int = 0  # free for use, content kept for prefix hits

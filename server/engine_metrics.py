@@ -42,6 +42,7 @@ class EngineCollector(Collector):
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("num_requests_running", "Choices in the engine's steps.", stats.running)
     yield GaugeMetricFamily("num_requests_waiting", "Choices that wait for a seat.", stats.waiting)
+    yield GaugeMetricFamily("seats", "Choices that may run at once: fewer than --max-num-seqs under --tpot-target-ms.", stats.seats)
     yield GaugeMetricFamily("kv_cache_usage_perc", "Share of cache pages held by sequences; 1 is full.", stats.kv_cache_usage)
     yield GaugeMetricFamily("step_milliseconds", "Moving mean of a step.", stats.step_ms_ema)
     yield GaugeMetricFamily("experts_hit", "Distinct experts that a layer hit in the last step, mean over layers.", stats.experts)

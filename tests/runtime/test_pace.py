@@ -108,7 +108,7 @@ def test_the_option_reaches_the_engine(method: str, tmp_path: Any, monkeypatch: 
     llm = LLM("demo", speculative_config=speculative, **options)
     assert isinstance(llm.loaded.engine._cycle._speculator, TimedDecoding if method == "none" else BudgetSpeculation)
     got = llm.generate(["def add(a, b):"] * 3, SamplingParams(temperature=0.0, max_tokens=6))
-    assert len({o.outputs[0].token_ids for o in got}) == 1 and llm.loaded.engine._scheduler.seats == 1
+    assert len({o.outputs[0].token_ids for o in got}) == 1 and llm.loaded.engine.stats().seats == 1
     with pytest.raises(ValueError, match="needs tree_budget 'auto'"):
         LLM("demo", speculative_config={"tree_budget": 4}, tpot_target_ms=5.0)
 
