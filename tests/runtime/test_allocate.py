@@ -138,6 +138,26 @@ def test_prompts_and_other_rows_are_priced(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == [15, 1]
 
 
+def test_a_long_prompt_beside_decoding_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four streams alone stay in the cheap bucket of 8. A prompt opens the one of 64: nodes that pay for a prompt row go along."""
+    made, _ = engine(executor(guess=scattered(1)), frozen(curve((1.0, 3.0, 3.01, 3.02)), monkeypatch), max_num_batched_tokens=64)
+    requests = [make_request(f"r{i}", [i + 1, 2, 3], max_tokens=60) for i in range(4)]
+    got: dict[str, list[Any]] = {r.id: [] for r in requests}
+    for request in requests:
+        made.submit(request, got[request.id].append)
+    for _ in range(6):
+        made.step()
+    alone = made.stats().budget_records[-1]
+    assert alone.bucket == 8 and len(alone.nodes) == 4
+    made.submit(make_request("long", np.arange(100) % 90, max_tokens=2))
+    while made.stats().prompt_tokens < 112:
+        made.step()
+    beside = made.stats().budget_records[-1]
+    assert beside.rows == 64 and len(beside.nodes) == 4, "the prompt fills what the streams leave"
+    assert sum(beside.nodes) > 2 * sum(alone.nodes), "mutation: pricing them as if they had opened the bucket"
+    assert beside.rows - 4 - sum(beside.nodes) >= 16, "a quarter of the rows is the prompts'"
+
+
 def test_steps_of_prompts_do_not_teach_what_trees_cost() -> None:
     spec, stats = BudgetSpeculation(Drafter(), AUTO, curve()), EngineStats()
     for prompt, seen in ((50, 0), (30, 1)):
