@@ -86,9 +86,9 @@ template <int NB, int A_BY_COLUMNS> __device__ __forceinline__ void wgmma_boxes(
 #elif defined(KCPU)
 namespace prim {
 
-struct TensorMap {  // of a [rows, 576] array of 16-bit elements, in boxes of box_rows x 64
+struct TensorMap {  // of a [rows, columns] array of 16-bit elements, in boxes of box_rows x 64
   const char* at;
-  int rows, box_rows;
+  int rows, box_rows, columns = 576, row_bytes = 1152;
 };
 inline void bar_expect(smem_t b, uint32_t bytes) {
   kcpu::mbarrier_expect(b, bytes);
@@ -96,11 +96,10 @@ inline void bar_expect(smem_t b, uint32_t bytes) {
 }
 inline void tensor_copy(smem_t dst, const TensorMap& map, smem_t barrier, int column, int row, uint64_t) {
   for (int r = 0; r < map.box_rows; r++) {
-    for (int piece = 0; piece < 8; piece++) {
-      smem_t to = dst + in_box(r, piece);
-      if (row + r < map.rows) memcpy(to, map.at + (size_t)(row + r) * 1152 + column * 2 + piece * 16, 16);
-      else memset(to, 0, 16);
-    }
+    const int left = row + r < map.rows ? 2 * std::max(0, std::min(64, map.columns - column)) : 0;  // bytes inside
+    char line[128] = {};
+    if (left) memcpy(line, map.at + (size_t)(row + r) * map.row_bytes + column * 2, left);
+    for (int piece = 0; piece < 8; piece++) memcpy(dst + in_box(r, piece), line + piece * 16, 16);
   }
   kcpu::mbarrier_expect(barrier, -128 * map.box_rows);
 }

@@ -1,0 +1,177 @@
+"""Products with few rows on sm_90a, as fast as memory is read: the call of linear_stream.cu, and what to build it as.
+
+GPU-unverified: run on the CPU shim against `kernels_np`, compiled for sm_90a, never yet run on a GPU.
+
+It serves what `linear_skinny` does, to 64 rows. A row's bits depend on N, K and the configuration, its columns excepted, not on M.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runtime.cost import Cost
+from runtime.hw import Hardware
+from runtime.kernels_cu._call import Call, blocks
+from runtime.kernels_cu._tensor_map import tensor_map
+from runtime.kernels_cu.linear_skinny import Dims
+
+SOURCE, ARCH = "linear_stream.cu", "sm_90a"
+ENTRIES = ("linear_stream", "linear_stream_f32")
+STEP = 64  # inputs of a box
+MOST_ROWS = 64
+COLUMNS = (8, 16, 24, 32, 48, 64)
+SMS = 132  # of an H100 or H200
+MAX_SMEM_BYTES, SM_SMEM_BYTES = 232_448, 233_472
+_LAUNCH_US, _MEET_US = 1.5, 2.5  # what a launch costs; sums of cut tiles, from the last product on. Estimates
+Map = Callable[[int, int, int, int, int], Any]  # address, rows, columns, bytes from row to row, rows of a box
+
+
+class Params(ctypes.Structure):
+    """`Params` of linear_stream.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "part", "arrived", "seq")),
+        *((name, ctypes.c_longlong) for name in ("out_row", "out_head")),
+        *((name, ctypes.c_int) for name in ("x_head", "N", "M", "tiles", "steps", "each", "more")),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """columns: rows of x that fit. groups: warpgroups that multiply. tall: times 64 weight rows of each. slots: boxes of the ring.
+    blocks: of the grid; all SMs stream where it is a multiple of their number, two blocks of one launch share an SM at most."""
+
+    columns: int = 16
+    groups: int = 2
+    tall: int = 1
+    slots: int = 6
+    blocks: int = SMS
+
+    def defines(self) -> dict[str, int]:
+        return {"OCTETS": self.columns // 8, "GROUPS": self.groups, "TALL": self.tall, "SLOTS": self.slots}
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a box."""
+        return 64 * self.groups * self.tall
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 32
+
+    @property
+    def slot_bytes(self) -> int:
+        return 128 * (self.rows + self.columns)
+
+    def smem_bytes(self) -> int:
+        """The ring, two barriers a slot, one word."""
+        return self.slots * (self.slot_bytes + 16) + 16
+
+    def tiles(self, dims: Dims) -> int:
+        """Of one head."""
+        return blocks(dims.N, self.rows)
+
+    def boxes(self, dims: Dims) -> int:
+        return dims.heads * self.tiles(dims) * (dims.K // STEP)
+
+    def grid(self, dims: Dims) -> int:
+        """Blocks that have a box."""
+        return min(self.blocks, self.boxes(dims))
+
+    def check(self, dims: Dims, arch: str = ARCH) -> None:
+        """Raises ValueError with the broken rule."""
+        if arch != ARCH:
+            raise ValueError(f"linear_stream: built for {ARCH}, not for {arch}")
+        if not 1 <= dims.M <= self.columns or self.columns not in COLUMNS:
+            raise ValueError(f"{self}: columns must be of {COLUMNS} and at least M = {dims.M}")
+        if dims.K < STEP or dims.K % STEP:
+            raise ValueError(f"linear_stream: K = {dims.K} is not a positive multiple of {STEP}")
+        for name, value in (("x_row", dims.x_row), ("x_head", dims.x_head)):
+            if value % 8:
+                raise ValueError(f"linear_stream: {name} = {value}; rows of x must start at multiples of 16 bytes")
+        if not (self.groups >= 1 and self.tall >= 1 and self.rows <= 256):
+            raise ValueError(f"{self}: {self.rows} weight rows a box, at most 256 can be copied")
+        if not 2 <= self.slots <= 32 or self.smem_bytes() > MAX_SMEM_BYTES:
+            raise ValueError(f"{self}: 2..32 slots; {self.smem_bytes()} bytes of shared memory, {MAX_SMEM_BYTES} fit")
+        if self.blocks < 1:
+            raise ValueError(f"{self}: no block")
+
+    def fits(self, dims: Dims, arch: str = ARCH) -> bool:
+        try:
+            self.check(dims, arch)
+        except ValueError:
+            return False
+        return True
+
+
+def columns_for(m: int) -> int:
+    """The narrowest build that takes M rows."""
+    return next((n for n in COLUMNS if n >= m), COLUMNS[-1])
+
+
+def workspace_bytes(dims: Dims, config: Config) -> dict[str, int]:
+    """Bytes of the scratch arrays. arrived must be zero before the first call, and is zero after each."""
+    return {"part": 8 * config.grid(dims) * config.rows * config.columns, "arrived": 4 * dims.heads * config.tiles(dims)}
+
+
+def candidates(dims: Dims, arch: str = ARCH, sms: int = SMS) -> list[Config]:
+    """Legal configurations: boxes of 8 to 32 KB in rings of half an SM's shared memory or all of it, one or two blocks an SM."""
+    columns, found = columns_for(dims.M), []
+    for groups, tall in ((1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (4, 1)):
+        for share in (3, 2, 1):
+            slot = Config(columns, groups, tall).slot_bytes + 16
+            slots = min(32, (min(MAX_SMEM_BYTES, SM_SMEM_BYTES // share - 1024) - 16) // slot)
+            for times in (1, 2) if share > 1 else (1,):
+                found.append(Config(columns, groups, tall, slots, times * sms))
+    return [config for config in dict.fromkeys(found) if config.fits(dims, arch)]
+
+
+def work(dims: Dims, config: Config) -> Cost:
+    """What this implementation moves: weights once, x once for each tile, sums of cut tiles out and in."""
+    weights = 2.0 * dims.heads * dims.N * dims.K
+    x = 2.0 * config.columns * dims.K * dims.heads * config.tiles(dims)
+    cut = 4.0 * config.rows * config.columns * config.grid(dims)
+    return Cost(2.0 * config.columns * dims.heads * dims.N * dims.K, weights + x + cut, 2.0 * dims.M * dims.N * dims.heads + cut)
+
+
+def predict_us(dims: Dims, config: Config, hw: Hardware, sms: int = SMS) -> float:
+    """A launch, the boxes of the busiest SM at its share of bandwidth (a byte of x, from L2, at half a byte's time), the meeting of
+    cut tiles, which adds up one sum after the other."""
+    boxes, grid = config.boxes(dims), config.grid(dims)
+    busiest = blocks(boxes, grid) * max(1, blocks(grid, sms))
+    box_us = 128 * (config.rows + config.columns / 2) * sms / hw.read_bps * 1e6
+    share = min(1.0, grid * min(config.slots, blocks(boxes, grid)) * config.slot_bytes / (sms * 36_000))  # of what must be under way
+    cut = blocks(dims.K // STEP, max(1, boxes // grid))
+    return _LAUNCH_US + busiest * box_us / share + (_MEET_US + 0.1 * cut if boxes // grid % (dims.K // STEP) else 0.5)
+
+
+def default_config(dims: Dims, hw: Hardware, arch: str = ARCH, sms: int = SMS) -> Config:
+    """One choice for all M of an (N, K): the candidate that `predict_us` likes best at 16 rows, with the columns that M needs."""
+    found = candidates(replace(dims, M=16), arch, sms)
+    if not found:
+        raise ValueError(f"linear_stream: no configuration fits {dims} on {arch}")
+    best = min(found, key=lambda config: predict_us(replace(dims, M=16), config, hw, sms))
+    return widened(best, dims.M)
+
+
+def widened(config: Config, m: int) -> Config:
+    """The same configuration with the columns that M rows need, and fewer slots where those take the room."""
+    wide = replace(config, columns=columns_for(m))
+    room = max(config.smem_bytes(), SM_SMEM_BYTES // 2 - 1024)
+    return replace(wide, slots=max(2, min(config.slots, (room - 16) // (wide.slot_bytes + 16))))
+
+
+def call(config: Config, dims: Dims, at: Mapping[str, int], float_out: bool = False, describe: Map = tensor_map) -> Call:
+    """The launch. at: addresses by name: w, x, out, part, arrived, and seq (0: no row is dead). float_out: out is float32."""
+    config.check(dims)
+    grid, tiles = config.grid(dims), config.tiles(dims)
+    each, more = divmod(config.boxes(dims), grid)
+    pointers = (at[name] for name in ("out", "part", "arrived", "seq"))
+    params = Params(*pointers, dims.out_row, dims.out_head, dims.x_head, dims.N, dims.M, tiles, dims.K // STEP, each, more)
+    weights = describe(at["w"], dims.heads * dims.N, dims.K, 2 * dims.K, config.rows)
+    width = max(dims.K, (dims.heads - 1) * dims.x_head + dims.K)
+    rows = describe(at["x"], dims.M, width, 2 * dims.x_row, config.columns)
+    return Call(ENTRIES[int(float_out)], (grid, 1, 1), config.threads, config.smem_bytes(), (params, weights, rows))

@@ -1,0 +1,172 @@
+"""Streaming products on the CPU shim: kernels_np in bfloat16, cut tiles, heads and strides, dead rows, equal bits at every M, faults."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from runtime.hw import HARDWARE
+from runtime.kernels_cu import linear_stream
+from runtime.kernels_cu._build import build, nvrtc_version
+from runtime.kernels_cu.linear_skinny import Dims
+from runtime.kernels_cu.linear_stream import Config, candidates, workspace_bytes
+from runtime.kernels_np import dense as define
+from runtime.kernels_np import mla
+from runtime.ops import OPS
+from tests.compare import check_bitwise, check_close
+from tests.mutants import mutant
+from tests.shim_calls import address, bf16, poisoned, random_bf16, run_call
+
+needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
+H200 = HARDWARE["h200"]
+
+
+class ShimMap(ctypes.Structure):
+    """The shim's TensorMap, prim/hopper.cuh."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "box_rows", "columns", "row_bytes"))]
+
+
+def shim_map(at: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> ShimMap:
+    return ShimMap(at, rows, box_rows, columns, row_bytes)
+
+
+def run(get, config: Config, dims: Dims, w, x, out, seq=None, descending: bool = False, times: int = 1) -> None:
+    """Several times over the same workspace if asked: the counters must be as they were."""
+    room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(dims, config).items()}
+    room["arrived"][:] = 0
+    at = {n: address(a) for n, a in (room | {"w": w, "x": x, "out": out, "seq": seq}).items()}
+    for _ in range(times):
+        call = linear_stream.call(config, dims, at, out.dtype == np.float32, shim_map)
+        run_call(get("linear_stream_entry.cu", config.defines()), call, descending)
+    assert (room["arrived"] == 0).all()
+
+
+def check(get, rng, config: Config, m: int, n: int, k: int, kind=bf16, descending: bool = False) -> None:
+    """Row 1 is dead and NaN."""
+    x, w, out = random_bf16(rng, m, k), random_bf16(rng, n, k, scale=k**-0.5), poisoned(m, n, dtype=kind)
+    seq = np.zeros(m, np.int32)
+    if m > 1:
+        seq[1], x[1], out[1] = -1, np.nan, 777
+    run(get, config, Dims.plain(m, n, k), w, x, out, seq, descending, times=2)
+    want, live = np.full((m, n), 777, kind), seq >= 0
+    part = np.zeros((int(live.sum()), n), kind)
+    op = "linear" if kind is bf16 else "linear_f32"
+    getattr(define, op)(x[live], w.astype(np.float32), out=part)
+    want[live] = part
+    check_close(out.astype(np.float32), want.astype(np.float32), OPS[op].tolerance, op)
+
+
+SHAPES = [
+    (Config(8, 1, 1, 2, 1), 1, 64, 64),  # one box
+    (Config(8, 1, 1, 3, 3), 8, 128, 320),  # blocks of three or four boxes, two tiles of five
+    (Config(16, 2, 1, 2, 5), 16, 200, 448),  # a tile that hangs over, each cut
+    (Config(16, 1, 2, 2, 7), 9, 130, 320),  # blocks of one or two boxes, several sums a tile
+    (Config(16, 2, 2, 4, 2), 11, 250, 192),
+    (Config(8, 1, 1, 2, 2), 5, 256, 128),  # whole tiles
+    (Config(48, 1, 1, 2, 3), 41, 72, 256),
+]
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize(("config", "m", "n", "k"), SHAPES)
+def test_is_the_definition(shim, rng, config, m, n, k, descending):
+    check(shim, rng, config, m, n, k, descending=descending)
+    check(shim, rng, config, m, n, k, np.float32, descending)
+
+
+def test_a_row_has_the_same_bits_at_every_m(shim, rng):
+    """Among sixteen, among three, alone, built for eight columns and with another ring."""
+    x, w = random_bf16(rng, 16, 320), random_bf16(rng, 192, 320)
+    wide, few, alone = (poisoned(m, 192, dtype=np.float32) for m in (16, 3, 1))
+    run(shim, Config(16, 1, 1, 2, 4), Dims.plain(16, 192, 320), w, x, wide)
+    run(shim, Config(16, 1, 1, 2, 4), Dims.plain(3, 192, 320), w, np.ascontiguousarray(x[5:8]), few)
+    run(shim, Config(8, 1, 1, 3, 4), Dims.plain(1, 192, 320), w, np.ascontiguousarray(x[6:7]), alone)
+    check_bitwise(few, wide[5:8])
+    check_bitwise(alone, wide[6:7])
+
+
+def test_absorbing_the_keys(shim, rng):
+    """The first half of mla_query: the rotated columns of the same buffer stay as they are; the last head's tile hangs over."""
+    m, heads, nope, rope, latent = 3, 5, 64, 16, 48
+    q, w_uk, out = random_bf16(rng, m, heads * (nope + rope)), random_bf16(rng, heads, latent, nope), poisoned(m, heads, latent + rope)
+    run(shim, Config(8, 1, 1, 2, 2), Dims.absorb(m, heads, nope, rope, latent), w_uk, q, out)
+    want = np.zeros_like(out)
+    mla.mla_query(q, w_uk.astype(np.float32), np.zeros(m, np.int32), np.zeros((1, rope), np.float32), out=want)
+    check_close(out[:, :, :latent].astype(np.float32), want[:, :, :latent].astype(np.float32), OPS["mla_query"].tolerance, "mla_query")
+    assert np.isnan(out[:, :, latent:].astype(np.float32)).all()
+
+
+def test_values_of_heads(shim, rng):
+    m, heads, latent, width = 10, 3, 128, 64
+    u, w_uv, out = random_bf16(rng, m, heads, latent), random_bf16(rng, heads, width, latent), poisoned(m, heads * width)
+    run(shim, Config(16, 1, 1, 2, 4), Dims.value(m, heads, latent, width), w_uv, u, out)
+    want = np.zeros_like(out)
+    mla.mla_value(u, w_uv.astype(np.float32), out=want)
+    check_close(out.astype(np.float32), want.astype(np.float32), OPS["mla_value"].tolerance, "mla_value")
+
+
+FAULTS = {
+    "x of another box": ("tile / p.tiles * p.x_head + (box - tile * p.steps) * 64", "0"),
+    "the second 64 rows lost": ("a + 512 * t + 2 * k", "a + 2 * k"),
+    "the second group's rows lost": ("+ group * TALL * 8192", ""),
+    "a neighbour's sum lost": ("for (int block = first; block <= last; ++block) {", "for (int block = first + 1; block <= last; ++block) {"),
+    "a counter left standing": ("if (tid == 0) *counter = 0;", ""),
+    "a sum from another block's place": ("2 * block + which", "2 * blockIdx.x + which"),
+    "rows eight apart changed about": ("sum[t][n][2 * eight + e]", "sum[t][n][2 - 2 * eight + e]"),
+    "a dead row": ("!(p.seq && p.seq[m] < 0)", "true"),
+    "the last rows": ("if (row + below >= p.N) continue;", "if (row + below >= p.N - 8) continue;"),
+    "blocks that overlap": ("(block < p.more ? block : p.more)", "0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernel_shows(tmp_path, rng, fault):
+    get = mutant(tmp_path, linear_stream.SOURCE, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check(get, rng, Config(16, 2, 2, 2, 5), 12, 1000, 256)
+
+
+def test_what_the_kernel_cannot_take_is_named():
+    with pytest.raises(ValueError, match=r"at least M = 17"):
+        Config(16).check(Dims.plain(17, 64, 64))
+    with pytest.raises(ValueError, match=r"K = 96 is not a positive multiple of 64"):
+        Config(16).check(Dims.plain(1, 64, 96))
+    with pytest.raises(ValueError, match=r"320 weight rows a box, at most 256"):
+        Config(16, 5).check(Dims.plain(1, 64, 64))
+    with pytest.raises(ValueError, match=r"bytes of shared memory, 232448 fit"):
+        Config(16, 4, 1, 8).check(Dims.plain(1, 64, 64))
+    with pytest.raises(ValueError, match=r"built for sm_90a, not for sm_89"):
+        Config(16).check(Dims.plain(1, 64, 64), "sm_89")
+
+
+KIMI = [(2112, 7168), (12_288, 1536), (7168, 8192), (4096, 7168), (7168, 2048), (384, 7168), (20_480, 7168), (7168, 18_432)]
+
+
+def test_every_kimi_product_has_a_configuration():
+    """The same for every M but for columns and slots."""
+    for n, k in KIMI:
+        chosen = linear_stream.default_config(Dims.plain(16, n, k), H200)
+        times = [linear_stream.predict_us(Dims.plain(16, n, k), c, H200) for c in candidates(Dims.plain(16, n, k))]
+        assert min(times) >= OPS["linear"].cost({"M": 16, "N": n, "K": k}).floor_us(H200)
+        for m in (1, 8, 16, 24, 64):
+            config = linear_stream.default_config(Dims.plain(m, n, k), H200)
+            config.check(Dims.plain(m, n, k))
+            assert replace(config, columns=16, slots=chosen.slots) == chosen
+    assert not candidates(Dims.plain(1, 64, 64), "sm_89")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_compiles_without_stack_or_spills(tmp_path, monkeypatch, m):
+    """Two blocks of an SM's 65,536 registers."""
+    monkeypatch.setenv("RUNTIME_CACHE_DIR", str(tmp_path))
+    shapes = {tuple((c := linear_stream.widened(chosen, m)).defines().items()): c for chosen in candidates(Dims.plain(16, 7168, 7168))}
+    for config in shapes.values():
+        entries = build(linear_stream.SOURCE, config.defines(), linear_stream.ARCH).entries
+        assert set(entries) == set(linear_stream.ENTRIES)
+        blocks = 1 if config.tall * config.columns > 64 else 2
+        assert max(e.registers for e in entries.values()) * config.threads * blocks <= 65_536
