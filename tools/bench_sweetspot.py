@@ -55,7 +55,7 @@ CURVES = Path(__file__).with_name("curves")
 RESULTS = Path(__file__).with_name("results") / "sweetspot_h200.jsonl"
 PROMPTS = ROOT / "tests" / "fixtures" / "heldout_prompts.json"
 STREAMS = (1, 2, 4, 8, 10, 16, 32, 64)
-POLICIES = ("plain", "chain", "tree:4", "tree:8", "tree:16", "tree:32", "tree:64", "auto")
+POLICIES = ("plain", "chain", "tree:3", "tree:4", "tree:7", "tree:8", "tree:16", "tree:32", "tree:64", "auto")  # 3 and 7 fill buckets
 CHAIN = 7
 WARM_STEPS = 12
 MOST_PROMPT = 128  # tokens: prompts come in while others decode, and should not decide the figures
@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = parser.add_argument_group("sweep")
     group.add_argument("--streams", nargs="+", type=int, default=list(STREAMS), help="numbers of streams (default 1 … 64)")
     group.add_argument("--policies", nargs="+", default=list(POLICIES), help=f"default {' '.join(POLICIES)}")
-    group.add_argument("--seconds", type=float, default=0.8, help="window of a policy in one turn (default 0.8)")
+    group.add_argument("--seconds", type=float, default=0.7, help="window of a policy in one turn (default 0.7)")
     group.add_argument("--repeats", type=int, default=2, help="turns (default 2)")
     group.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON list or text file (default: the held-out questions)")
     group.add_argument("--replay", type=Path, metavar="NPZ", help="trace file that says what is accepted, see tools/replay.py")
