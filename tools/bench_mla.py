@@ -187,7 +187,7 @@ class Bench:
 
 
 def describe(c: Config) -> str:
-    kind = "pair" if c.pair else "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
+    kind = "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
     return (
         f"{kind} n{c.columns} s{c.slots}{' early' if c.early else ''}{'' if c.float_parts else ' b16'}{f' c{c.chunk}' if c.chunk else ''}"
     )

@@ -87,8 +87,8 @@ def build(name: str, defines: Mapping[str, int], arch: str, allow_spills: bool =
     cubin = Cubin(code, parse_log(log), digest, log)
     if not allow_spills:
         check_resources(name, arch, cubin.entries)
-        if "C7512" in log or "C7510" in log:
-            raise BuildError(f"{name} for {arch}: ptxas serialises wgmma: {next(x for x in log.splitlines() if 'C751' in x)}")
+        if serial := next((line for line in log.splitlines() if "serialized" in line), ""):  # C7510, C7512, C7515 and their like
+            raise BuildError(f"{name} for {arch}: ptxas serialises wgmma: {serial}")
     return cubin
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from runtime.kernels_cu._build import build
 from runtime.kernels_cu._call import Call
 from runtime.kernels_cu._launch import Function, Launch, load
+from runtime.kernels_cu._tensor_map import tensor_map
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
 
 ENTRIES = ("tree_mla_plan", "tree_mla")
@@ -55,8 +56,6 @@ def workspace_bytes(dims: Dims, config: Config, blocks: int) -> dict[str, int]:
 
 def fill_params(dims: Dims, config: Config, at: Mapping[str, int], scale: float, blocks: int) -> tuple[PlanParams, Params]:
     """The kernels' arguments. at: address by name: q, cache, pages, ancestors, out, ctx, row0, seq and `workspace_bytes`."""
-    if config.pair and blocks % 2:
-        raise ValueError(f"{config}: pairs of blocks do not make {blocks}")
     tiles, room = most_tiles(dims, config), slot_room(dims, config, blocks)
     plan = PlanParams(
         at["ctx"], at["row0"], at["seq"], at["items"], at["count"], dims.M, dims.B, blocks, config.chunk, tiles + room, room
@@ -105,7 +104,7 @@ def layer_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], s
     arguments: tuple[Any, ...] = (params,)
     if config.wgmma:
         boxes = ((at["cache"], slots, params.box_keys), (at["q"], dims.M * dims.heads, config.columns))
-        arguments += tuple(tensor_map(*box) for box in boxes)
+        arguments += tuple(tensor_map(first, rows, WIDTH, 2 * WIDTH, box) for first, rows, box in boxes)
     return Call("tree_mla", (blocks, 1, 1), config.threads, config.smem_bytes(), arguments)
 
 
@@ -117,18 +116,3 @@ def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] =
 def layer_launch(kernels: Kernels, at: Mapping[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = ()) -> Launch:
     """`layer_call` on the current device."""
     return layer_call(kernels.dims, kernels.config, kernels.blocks, at, scale, slots).launch(kernels.functions, keep)
-
-
-def tensor_map(address: int, rows: int, box_rows: int) -> Any:
-    """CUtensorMap of a [rows, 576] bf16 array in boxes of box_rows x 64 columns, 128-byte swizzle, out of bounds zero."""
-    room = (ctypes.c_char * 192)()
-    start = -ctypes.addressof(room) % 64
-    target = (ctypes.c_char * 128).from_buffer(room, start)
-    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    sizes, strides = (ctypes.c_uint64 * 2)(WIDTH, rows), (ctypes.c_uint64 * 1)(WIDTH * 2)
-    box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
-    bf16, swizzle_128, promotion_256 = 9, 3, 3
-    status = encode(target, bf16, 2, ctypes.c_void_p(address), sizes, strides, box, steps, 0, swizzle_128, promotion_256, 0)
-    if status:
-        raise ValueError(f"tree_mla: no tensor map for {rows} rows at {address:#x} in boxes of {box_rows}: CUDA error {status}")
-    return target

@@ -51,8 +51,7 @@ class Config:
     mixed in (17 slots). causal: every sequence is a chain, ancestor words are not read. float_parts: partials in float32, so
     that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split, 0: chosen on the
     device for the step's load; given, a row's numbers depend on its own keys alone. rows: tree_mla_rows.cu, 64 query columns as
-    the product's rows, for sequences that have that many; 8 octets, a ring of two tiles. pair: two blocks as a cluster, which
-    fetch the keys they share once.
+    the product's rows, for sequences that have that many; 8 octets, a ring of two tiles.
     """
 
     octets: int = 8
@@ -64,7 +63,6 @@ class Config:
     float_parts: bool = True
     chunk: int = 0
     rows: bool = False
-    pair: bool = False
 
     @property
     def columns(self) -> int:
@@ -78,7 +76,7 @@ class Config:
         """What `source` is built with."""
         both = {"HEADS": heads, "CAUSAL": int(self.causal), "PART_F32": int(self.float_parts)}
         if self.rows:
-            return both | {"PAIR": int(self.pair)}
+            return both
         own = {
             "OCTETS": self.octets,
             "SLOTS": self.slots,
@@ -102,8 +100,6 @@ class Config:
             raise ValueError(f"{self}: {self.octets} octets of columns; 1 to 9 fit the registers")
         if self.rows and (not self.wgmma or self.early or (self.octets, self.slots) != (ROW_OCTETS, ROW_SLOTS)):
             raise ValueError(f"{self}: queries as rows are built for wgmma, {ROW_OCTETS} octets and {ROW_SLOTS} slots, without early")
-        if self.pair and not self.rows:
-            raise ValueError(f"{self}: pairs of blocks are built for queries as rows")
         least = 17 if self.early else 9
         if not least <= self.slots <= 27:
             raise ValueError(f"{self}: {self.slots} slots; {least} to 27{' with early' if self.early else ''}")
@@ -138,8 +134,7 @@ def candidates(dims: Dims, arch: str = "sm_90a", causal: bool = False, chunk: in
                 yield config
     if wgmma and dims.M * dims.heads >= 32:
         for parts in (True,) if chunk else (True, False):
-            for pair in (False, True):
-                yield Config(ROW_OCTETS, ROW_SLOTS, causal=causal, float_parts=parts, chunk=chunk, rows=True, pair=pair)
+            yield Config(ROW_OCTETS, ROW_SLOTS, causal=causal, float_parts=parts, chunk=chunk, rows=True)
 
 
 def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None, causal: bool = False, chunk: int = 0) -> Config:
@@ -228,7 +223,7 @@ def predict_us(dims: Dims, config: Config, hw: Hardware, blocks: int = 132) -> f
     w = work(dims, config, blocks)
     busy = min(w.items, blocks)
     each = w.tiles // dims.B
-    l2 = L2_SHARE * hw.read_bps * (2 if config.pair else 1)
+    l2 = L2_SHARE * hw.read_bps
     rate = 0.9 * hw.read_bps if each == 1 else min(0.9 * hw.read_bps * each, l2)
     bytes_us = TILE * WIDTH * 2 / (rate / blocks) * 1e6 * (0.35 + 0.65 * busy / blocks)
     peak = hw.tensor_flops / blocks * (1.05 if config.wgmma else 0.55)

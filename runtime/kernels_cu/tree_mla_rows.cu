@@ -13,16 +13,13 @@
 //
 // The order on the tensor cores is S0 S1 | O += P0 V0 (both groups) | O += P1 V1 | S2 S3 | ...: the softmax of an even tile runs behind
 // the scores of the odd one, that of an odd tile behind P0 V0; a tile's place is free, and its successor on the way, for about a
-// thousand clocks before its scores are wanted. An owner multiplies P from its registers, the other group from shared memory, where one buffer
+// thousand clocks before its scores are wanted. A product on values goes by halves of 128 columns: two boxes of its tile are free, and their
+// successors asked for, while it still reads the other two. An owner multiplies P from its registers, the other group from shared memory, where one buffer
 // is enough: who reads P of a tile writes that of the next.
 //
-// PAIR: two blocks are a cluster; where their tiles have the same keys, each box is fetched once for both. 132 blocks at 750 TFLOP/s
-// take 6.2 TB/s out of L2, about all it gives; pairs take half.
-//
-// GPU-unverified: runs on the CPU shim, compiles for sm_90a without spills.
 // Sources: MLA arXiv 2405.04434, online softmax arXiv 2205.14135, FlashMLA's schedule (github.com/deepseek-ai/FlashMLA, docs), PTX ISA.
 #ifndef HEADS
-#error "build with -DHEADS= -DCAUSAL= -DPART_F32= -DPAIR="
+#error "build with -DHEADS= -DCAUSAL= -DPART_F32="
 #endif
 #define COLUMNS 64
 #define SLOTS 18
@@ -35,6 +32,8 @@ constexpr int kThreads = 384;
 // Registers of a thread after the launch's 168 each are dealt anew: more than that in sum and the block waits for ever.
 constexpr int kCopierRegisters = 40, kProductRegisters = 232;
 static_assert(kCopierRegisters + 2 * kProductRegisters <= 3 * 168, "registers of a block");
+// A tile's boxes in the order in which they land: rope, then those whose places were free first.
+__device__ __forceinline__ constexpr int landing(int i) { return (int)(0x874365210ll >> 4 * i) & 15; }
 constexpr int kMax = kMoved + 8, kSum = kMax + 2 * kN * 4;  // maxima of both groups' last tiles; their sums
 static_assert(kMax % 16 == 0 && kSum + 2 * kN * 4 <= 2048, "the tail of shared memory");
 
@@ -50,43 +49,51 @@ struct Walker {
   __device__ __forceinline__ smem_t tail(int at) const { return base + kTailAt + at; }
   __device__ __forceinline__ void release(const Cursor& at, int box, int boxes) const {
     __syncwarp();
-#if PAIR
-    if ((lane & 15) < boxes) bar_arrive_at(tail(kEmpty) + 8 * (at.slot + box + (lane & 15)), lane >> 4);
-#else
     if (lane < boxes) bar_arrive(tail(kEmpty) + 8 * (at.slot + box + lane));
-#endif
   }
   __device__ __forceinline__ void release_queries() const {
     __syncwarp();
     if (lane == 0) bar_arrive(tail(kQFree));
   }
 
-  // s = queries times a tile's keys, box by box as they land. Under way when it returns.
-  __device__ __forceinline__ void score(const Cursor& at) {
+  // s = queries times a tile's keys, boxes FROM to TO of the order in which they land. Under way when it returns.
+  template <int FROM, int TO> __device__ __forceinline__ void score(const Cursor& at) {
     const uint64_t a = box_operand(base + kQAt, 16, 1024), b = box_operand(base + at.slot * kBox, 16, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < kBoxes; ++x) {
+    for (int i = FROM; i < TO; ++i) {
+      const int x = landing(i);
       bar_wait(tail(kFull) + 8 * (at.slot + x), at.phase);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma_boxes<8, 0>(s, operand_plus(a, x * kQBox + 32 * k), operand_plus(b, x * kBox + 32 * k), (x | k) != 0);
+      for (int k = 0; k < 4; ++k) wgmma_boxes<8, 0>(s, operand_plus(a, x * kQBox + 32 * k), operand_plus(b, x * kBox + 32 * k), (i | k) != 0);
     }
     wgmma_commit();
   }
 
-  // o += P times this group's values; OWN: P from registers. Under way when it returns.
+  // o += P times this group's values, half by half; OWN: P from registers. Under way when it returns, in two groups.
   template <int GROUP, bool OWN> __device__ __forceinline__ void mix(const Cursor& at) {
     if (!OWN)
 #pragma unroll
       for (int x = 0; x < 4; ++x) bar_wait(tail(kFull) + 8 * (at.slot + 1 + 4 * GROUP + x), at.phase);  // long complete; orders this group behind the copy
     const uint64_t a = box_operand(base + kPAt, 16, 1024), b = box_operand(base + (at.slot + 1 + 4 * GROUP) * kBox, kBox, 1024);
     wgmma_fence();
+    mix_half<0, OWN>(a, b);
+    mix_half<1, OWN>(a, operand_plus(b, 2 * kBox));
+  }
+  template <int HALF, bool OWN> __device__ __forceinline__ void mix_half(uint64_t a, uint64_t b) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      if constexpr (OWN) wgmma_wide(o, weight[k], operand_plus(b, 2048 * k));
-      else wgmma_wide(o, operand_plus(a, 32 * k), operand_plus(b, 2048 * k));
+      if constexpr (OWN) wgmma_wide<HALF>(o, weight[k], operand_plus(b, 2048 * k));
+      else wgmma_wide<HALF>(o, operand_plus(a, 32 * k), operand_plus(b, 2048 * k));
     }
     wgmma_commit();
+  }
+  // Gives back this group's values of a tile as their products end; BEHIND: groups of products begun since.
+  template <int GROUP, int BEHIND = 0> __device__ __forceinline__ void done(const Cursor& at) {
+    wgmma_wait<BEHIND + 1>();
+    release(at, 1 + 4 * GROUP, 2);
+    wgmma_wait<BEHIND>();
+    release(at, 3 + 4 * GROUP, 2);
   }
 
   // Hides the step's own positions from whoever does not descend from them. j0: node of the tile's first key.
@@ -190,58 +197,50 @@ struct Walker {
     mix<GROUP, false>(at);
     ++walked[1 - GROUP];
   }
-  template <int GROUP> __device__ __forceinline__ void done(const Cursor& at) { release(at, 1 + 4 * GROUP, 4); }
 
-  // In a pair, a tile behind the item's end: as if all its keys were the step's own, after the last node.
-  __device__ __forceinline__ static int beyond(int j, int mine, int own) { return PAIR && j >= mine ? -(1 << 24) : own; }
-
-  // Group 0: the scores of an even tile go in behind the product of the odd tile before it, which has other boxes.
-  __device__ __forceinline__ void walk_even(const Item& it, int tiles, int mine, Cursor at) {
+  // Group 0: the scores of an even tile go in behind the product of the odd tile before it, which has other boxes: first those of the
+  // rope box, which keep the tensor cores busy until that product's end is seen and its values are given back.
+  __device__ __forceinline__ void walk_even(const Item& it, int tiles, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
+    score<0, 1>(at);
 #pragma unroll 1
     for (int j = 0;; j += 2, own -= 2 * kTile) {
-      score(at);
-      wgmma_wait<1>();
-      if (j) done<0>(at.plus(kBoxes));                     // the tile before: of two places it has the other
+      score<1, kBoxes>(at);
       wgmma_wait<0>();
       if (j + 2 >= tiles) release_queries();
-      own_tile<0>(it, at, beyond(j, mine, own), [] {});
-      wgmma_wait<0>();
+      own_tile<0>(it, at, own, [] {});
       done<0>(at);
       if (j + 1 == tiles) break;
       at = at.plus(kBoxes);
-      others_tile<0>(at, beyond(j + 1, mine, own - kTile));
+      others_tile<0>(at, own - kTile);
       if (j + 2 == tiles) {
-        wgmma_wait<0>();
         done<0>(at);
         break;
       }
+      const Cursor odd = at;
       at = at.plus(kBoxes);
+      score<0, 1>(at);
+      done<0, 1>(odd);
     }
   }
   // Group 1: the softmax of an odd tile runs while the values of the even one are multiplied.
-  __device__ __forceinline__ void walk_odd(const Item& it, int tiles, int mine, Cursor at) {
+  __device__ __forceinline__ void walk_odd(const Item& it, int tiles, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;
     if (tiles == 1) release_queries();
 #pragma unroll 1
     for (int j = 0; j < tiles; j += 2, own -= 2 * kTile) {
       const Cursor odd = at.plus(kBoxes);
       if (j + 1 < tiles) {
-        score(odd);
+        score<0, kBoxes>(odd);
         wgmma_wait<0>();
         if (j + 3 >= tiles) release_queries();
       }
-      others_tile<1>(at, beyond(j, mine, own));
+      others_tile<1>(at, own);
       if (j + 1 == tiles) {
-        wgmma_wait<0>();
         done<1>(at);
         break;
       }
-      own_tile<1>(it, odd, beyond(j + 1, mine, own - kTile), [&] {
-        wgmma_wait<0>();
-        done<1>(at);
-      });
-      wgmma_wait<0>();
+      own_tile<1>(it, odd, own - kTile, [&] { done<1>(at); });
       done<1>(odd);
       at = odd.plus(kBoxes);
     }
@@ -255,7 +254,7 @@ struct Walker {
   }
 
   // The output or a partial.
-  template <int GROUP> __device__ __forceinline__ void finish(const Item& it, bool writes) {
+  template <int GROUP> __device__ __forceinline__ void finish(const Item& it) {
     const int t = thread_here(), row = (t >> 5 & 3) * 16 + (t >> 2 & 7), lane = t & 31;
     float total[2];
 #pragma unroll
@@ -267,8 +266,7 @@ struct Walker {
     named_barrier(3, 256);
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = lds_f32(tail(kSum) + (row + 8 * h) * 4) + lds_f32(tail(kSum) + (kN + row + 8 * h) * 4);
-    if (!writes) {
-    } else if (it.splits > 1) {
+    if (it.splits > 1) {
       const size_t slot = (size_t)it.slot + (size_t)it.split * it.stride;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -285,29 +283,25 @@ struct Walker {
       }
     }
     named_barrier(3, 256);
-    if (writes && it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
+    if (it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
   }
 
   template <int GROUP> __device__ __forceinline__ void work(int count) {
     Cursor at{0, 0};
-    for (int i = blockIdx.x; has_turn(i, count); i += gridDim.x) {
-      const Turn turn = turn_of(p, i, count);
-      if (!turn.steps) continue;
-      const Item& it = *turn.item;                         // read again where it is needed: registers are scarce
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
+      const int tiles = it.tiles;
+      if (!tiles) continue;
       begin_item();
-      if constexpr (GROUP == 0) walk_even(it, turn.steps, turn.tiles, at);
-      else walk_odd(it, turn.steps, turn.tiles, at);
-      at = after(at, turn.steps);
-      finish<GROUP>(it, turn.writes);
+      if constexpr (GROUP == 0) walk_even(it, tiles, at);
+      else walk_odd(it, tiles, at);
+      at = after(at, tiles);
+      finish<GROUP>(it);
     }
   }
 };
 
-#if PAIR
-extern "C" __global__ void CLUSTER_OF_2 __launch_bounds__(kThreads, 1)
-#else
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-#endif
 tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap queries) {
   DYNAMIC_SMEM_1024(shared);
   const smem_t base = smem(shared), tail = base + kTailAt;
@@ -315,7 +309,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
-      bar_init(tail + kEmpty + 8 * i, PAIR ? 8 : 4);
+      bar_init(tail + kEmpty + 8 * i, 4);
     }
     bar_init(tail + kReady, 4);
     bar_init(tail + kReady + 8, 4);
@@ -327,10 +321,6 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     prefetch_map(queries);
   }
   __syncthreads();
-#if PAIR
-  cluster_arrive();                                        // the other block's barriers are there
-  cluster_wait();
-#endif
   pdl_wait();
   pdl_trigger();
   const int count = *p.count;
@@ -345,15 +335,9 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     if (warp < 4) walker.work<0>(count);
     else walker.work<1>(count);
   }
-#if PAIR
-  cluster_arrive();
-#endif
   lower_registers<168>();
   for (int i = blockIdx.x; i < count; i += gridDim.x) {    // all items are under way on resident blocks: waiting is safe
     const Item it = p.items[i];
     if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
   }
-#if PAIR
-  cluster_wait();                                          // nothing more comes from the other block, to this one's barriers or boxes
-#endif
 }

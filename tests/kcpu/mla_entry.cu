@@ -1,4 +1,4 @@
-// Entry points for ctypes: tree attention under the shim. Blocks wait for one another at the end, so there is one, or one pair.
+// Entry points for ctypes: tree attention under the shim. Blocks wait for one another at the end, so there is one.
 #ifdef OCTETS
 #include "tree_mla.cu"
 #else
@@ -17,9 +17,7 @@ extern "C" void cpu_tree_mla(const Params* p, int cache_rows, size_t smem_bytes,
   kcpu::descending = descending;
 #if USE_WGMMA
   const TensorMap keys{(const char*)p->cache, cache_rows, p->box_keys}, queries{(const char*)p->q, p->last_column + 1, kN};
-  kcpu::cluster = 1 + PAIR;
-  kcpu::launch({1 + PAIR, 1, 1}, {(unsigned)kThreads, 1, 1}, smem_bytes, [=] { tree_mla(*p, keys, queries); });
-  kcpu::cluster = 1;
+  kcpu::launch({1, 1, 1}, {(unsigned)kThreads, 1, 1}, smem_bytes, [=] { tree_mla(*p, keys, queries); });
 #else
   (void)cache_rows;
   kcpu::launch({1, 1, 1}, {(unsigned)kThreads, 1, 1}, smem_bytes, [=] { tree_mla(*p); });

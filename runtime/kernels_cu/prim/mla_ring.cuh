@@ -1,12 +1,8 @@
 // Shared memory of the attention kernels and what fills it: a ring of boxes of 64 keys x 64 columns (a key tile is nine, rope first),
 // the queries, the weights P. Built with SLOTS boxes.
 #pragma once
-#include "cluster.cuh"
+#include "hopper.cuh"
 #include "mla_items.cuh"
-
-#ifndef PAIR
-#define PAIR 0
-#endif
 
 [[maybe_unused]] constexpr int kBox = 8192, kBoxes = 9, kQBox = kN * 128;
 // Ring, Q, P, then the tail: barriers and what a kernel keeps besides.
@@ -24,28 +20,6 @@ struct Cursor {  // the ring's slot of a tile's first box
   }
 };
 
-// What a block does with entry i of the list. In a pair (PAIR, a cluster of two) both blocks walk as many key tiles, the longer item's;
-// what lies behind the end of the shorter one is hidden. If both items have the same keys, each box is fetched once, for both blocks.
-// A block without an item walks the other's and writes nothing.
-struct Turn {
-  const Item* item;
-  int steps, tiles;            // key tiles to walk; of these, the item's own
-  bool shared, writes;
-};
-__device__ __forceinline__ bool has_turn(int i, int count) { return (PAIR ? i & ~1 : i) < count; }
-__device__ __forceinline__ Turn turn_of(const Params& p, int i, int count) {
-  const Item* mine = p.items + i;
-#if PAIR
-  const Item* other = p.items + (i ^ 1);
-  const int tiles = i < count ? mine->tiles : 0, others = (i ^ 1) < count ? other->tiles : 0;
-  if (!tiles) return Turn{other, others, others, true, false};
-  return Turn{mine, most(tiles, others), tiles, !others || (mine->seq == other->seq && mine->tile0 == other->tile0), true};
-#else
-  (void)count;
-  return Turn{mine, mine->tiles, mine->tiles, false, true};
-#endif
-}
-
 #if USE_WGMMA
 // One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
 // are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
@@ -56,20 +30,19 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
   const int pieces = kTile / p.box_keys, batch = 32 / pieces;     // copies a box: 1, 2 or 4; tiles a look-up
   Cursor at{0, 1};
   uint32_t q_phase = 1;
-  for (int i = blockIdx.x; has_turn(i, count); i += gridDim.x) {
-    const Turn turn = turn_of(p, i, count);
-    if (!turn.steps) continue;
-    const Item it = *turn.item;
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Item it = p.items[i];
+    if (!it.tiles) continue;
     const uint64_t policy = it.stride > 1 ? again : once;
     auto look_up = [&](int tile) { return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys); };
     int rows = 0, next = look_up(0);
     bar_wait(tail + kQFree, q_phase);
     q_phase ^= 1;
-    for (int j = 0; j < turn.steps; ++j, at = at.plus(kBoxes)) {
+    for (int j = 0; j < it.tiles; ++j, at = at.plus(kBoxes)) {
       const int place = j % batch;
       if (!place) {
         rows = next;
-        next = j + batch < turn.steps ? look_up(j + batch) : 0;
+        next = j + batch < it.tiles ? look_up(j + batch) : 0;
       }
       int from[4];
 #pragma unroll
@@ -84,15 +57,7 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
         if (!j) tensor_copy(base + kQAt + lane * kQBox, queries, full, column, it.first, again);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          if (k < pieces) {
-#if PAIR
-            if (turn.shared) {                              // boxes take turns at the two blocks, which both wait for both's places
-              if ((lane + j + i) % 2 == 0) tensor_copy_both(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
-              continue;
-            }
-#endif
-            tensor_copy(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
-          }
+          if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
       }
     }
   }

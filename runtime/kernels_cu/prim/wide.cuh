@@ -1,4 +1,4 @@
-// Hopper's products with 256 columns: 64 rows times 16 keys times 256 value columns, B read by columns (sm_90a). Each has a CPU reference.
+// Hopper's products with 128 columns: 64 rows times 16 keys times 128 value columns, B read by columns (sm_90a). Each has a CPU reference.
 #pragma once
 #include "hopper.cuh"
 
@@ -12,25 +12,22 @@ __device__ __forceinline__ void stmatrix_x4(smem_t a, const uint32_t (&m)[4]) {
 }
 
 #define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define D16(i) D4(i), D4(i + 1), D4(i + 2), D4(i + 3)
-#define D128 D16(0), D16(4), D16(8), D16(12), D16(16), D16(20), D16(24), D16(28)
+#define D64(i) D4(i), D4(i + 1), D4(i + 2), D4(i + 3), D4(i + 4), D4(i + 5), D4(i + 6), D4(i + 7), D4(i + 8), D4(i + 9), D4(i + 10), D4(i + 11), D4(i + 12), D4(i + 13), D4(i + 14), D4(i + 15)
 #define TEN(t) ",%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
-#define R128 \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9" TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) ",%120,%121,%122,%123,%124,%125,%126,%127}"
-// d[64 x 256] += a[64 x 16] b[16 x 256], a by rows; d[n] holds columns 8 n .. 8 n + 7 as mma.m16n8k16 does. PTX ISA, "wgmma.mma_async".
-__device__ __forceinline__ void wgmma_wide(float (&d)[32][4], uint64_t a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " R128 ", %128, %129, 1, 1, 1, 0, 1;" : D128 : "l"(a), "l"(b));
+#define R64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9" TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) ",%60,%61,%62,%63}"
+// d[64 x 128 HALF ..] += a[64 x 16] b[16 x 128], a by rows; d[n] holds columns 8 n .. 8 n + 7 as mma.m16n8k16 does. PTX ISA, "wgmma.mma_async".
+template <int HALF> __device__ __forceinline__ void wgmma_wide(float (&d)[32][4], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " R64 ", %64, %65, 1, 1, 1, 0, 1;" : D64(16 * HALF) : "l"(a), "l"(b));
 }
 // The same with a from registers.
-__device__ __forceinline__ void wgmma_wide(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " R128 ", {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
-               : D128 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+template <int HALF> __device__ __forceinline__ void wgmma_wide(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " R64 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+               : D64(16 * HALF) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #undef D4
-#undef D16
-#undef D128
+#undef D64
 #undef TEN
-#undef R128
+#undef R64
 
 }  // namespace prim
 #elif defined(KCPU)
@@ -52,25 +49,25 @@ inline void stmatrix_x4(smem_t a, const uint32_t (&m)[4]) {
   });
 }
 // left: rows g and g + 8 of a, 16 inputs each.
-inline void add_wide(float (&d)[32][4], const float (&left)[2][16], uint64_t b) {
-  for (int n = 0; n < 32; n++) {
+template <int HALF> inline void add_wide(float (&d)[32][4], const float (&left)[2][16], uint64_t b) {
+  for (int n = 16 * HALF; n < 16 * HALF + 16; n++) {
     for (int e = 0; e < 2; e++) {
       for (int k = 0; k < 16; k++) {
-        const float right = operand_element(b, 8 * n + 2 * (threadIdx.x % 4) + e, k, true);
+        const float right = operand_element(b, 8 * (n - 16 * HALF) + 2 * (threadIdx.x % 4) + e, k, true);
         d[n][e] += left[0][k] * right;
         d[n][2 + e] += left[1][k] * right;
       }
     }
   }
 }
-inline void wgmma_wide(float (&d)[32][4], uint64_t a, uint64_t b) {
+template <int HALF> inline void wgmma_wide(float (&d)[32][4], uint64_t a, uint64_t b) {
   float left[2][16];
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   for (int h = 0; h < 2; h++)
     for (int k = 0; k < 16; k++) left[h][k] = operand_element(a, row + 8 * h, k, false);
-  add_wide(d, left, b);
+  add_wide<HALF>(d, left, b);
 }
-inline void wgmma_wide(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {
+template <int HALF> inline void wgmma_wide(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {
   uint32_t quad[4][4];
   kcpu::warp_collective(a, 16, quad, 64, [](kcpu::Warp& warp) {
     for (int lane = 0; lane < 32; lane++)
@@ -79,7 +76,7 @@ inline void wgmma_wide(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {
   float left[2][16];
   for (int h = 0; h < 2; h++)
     for (int k = 0; k < 16; k++) left[h][k] = bf16_half(quad[k % 8 / 2][h + 2 * (k / 8)], k % 2);
-  add_wide(d, left, b);
+  add_wide<HALF>(d, left, b);
 }
 
 }  // namespace prim

@@ -71,7 +71,6 @@ def test_candidates_are_legal_and_cover_every_page_size(arch):
         ({"chunk": 1}, "splits"),
         ({"octets": 9, "heads": 12}, "multiple of 8"),
         ({"rows": True}, "18 slots"),
-        ({"pair": True}, "queries as rows"),
         ({"rows": True, "slots": 18, "wgmma": False}, "wgmma"),
     ],
 )

@@ -17,7 +17,6 @@ from tools.mla_rig import PLAN, Attention
 pytestmark = pytest.mark.gpu
 TOLERANCE = OPS["tree_mla"].tolerance
 ROWS = Config(octets=8, slots=18, rows=True)
-PAIR = replace(ROWS, pair=True)
 
 
 class Device(Attention):
@@ -45,9 +44,9 @@ def test_ragged_trees_match_the_definition(config, page):
 
 
 @pytest.mark.parametrize("heads", [4, 5, 16, 32, 64])
-@pytest.mark.parametrize("octets", [1, 4, 8, "rows", "pair"])
+@pytest.mark.parametrize("octets", [1, 4, 8, "rows"])
 def test_heads(heads, octets):
-    config = {"rows": ROWS, "pair": PAIR}.get(octets) or next(c for c in candidates(Dims(64, 4, heads, 4096)) if c.octets == octets)
+    config = ROWS if octets == "rows" else next(c for c in candidates(Dims(64, 4, heads, 4096)) if c.octets == octets)
     batch = make_batch(heads, [9, 3], [1000, 130], seed=heads)
     check_close(Device(batch, config).run(), batch.reference(), TOLERANCE)
 
@@ -59,7 +58,7 @@ def test_long_chunks(config, causal):
     check_close(Device(batch, replace(config, causal=causal)).run(), batch.reference(), TOLERANCE)
 
 
-@pytest.mark.parametrize("config", [Config(), ROWS, PAIR], ids=str)
+@pytest.mark.parametrize("config", [Config(), ROWS], ids=str)
 def test_a_key_of_nan_reaches_its_descendants_alone(config):
     batch, healthy = (make_batch(8, [9], [700], seed=11) for _ in range(2))
     batch.cache[batch.slot[4]] = np.nan
@@ -69,9 +68,7 @@ def test_a_key_of_nan_reaches_its_descendants_alone(config):
     check_bitwise(got[~below], Device(healthy, config).run()[~below])
 
 
-@pytest.mark.parametrize(
-    "config", [Config(octets=1, chunk=8), Config(octets=9, chunk=8), replace(ROWS, chunk=8), replace(PAIR, chunk=8)], ids=str
-)
+@pytest.mark.parametrize("config", [Config(octets=1, chunk=8), Config(octets=9, chunk=8), replace(ROWS, chunk=8)], ids=str)
 def test_a_row_alone_equals_the_row_in_company(config):
     both = make_batch(8, [1, 9, 4], [5000, 700, 0], seed=12)
     together = Device(both, config).run()
@@ -84,7 +81,7 @@ def test_a_row_alone_equals_the_row_in_company(config):
         check_bitwise(Device(alone, config).run(), together[rows], f"sequence {b} alone")
 
 
-@pytest.mark.parametrize("config", [Config(octets=9), ROWS, PAIR], ids=str)
+@pytest.mark.parametrize("config", [Config(octets=9), ROWS], ids=str)
 def test_ten_runs_agree_in_every_bit(config):
     batch = make_batch(8, [9] * 10, [2000 + 37 * b for b in range(10)], seed=5)
     device = Device(batch, config)
@@ -93,7 +90,7 @@ def test_ten_runs_agree_in_every_bit(config):
         check_bitwise(device.run(), first)
 
 
-@pytest.mark.parametrize("config", [Config(octets=9), ROWS, PAIR], ids=str)
+@pytest.mark.parametrize("config", [Config(octets=9), ROWS], ids=str)
 def test_one_graph_serves_every_length(config):
     """Captured once, replayed with other lengths, rows and masks; the output is NaN before each replay."""
     longest = make_batch(8, [9, 9], [4097, 4097], seed=6)

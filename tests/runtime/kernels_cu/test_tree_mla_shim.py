@@ -69,7 +69,6 @@ CASES |= {
 }  # fmt: skip
 
 ROWS = Config(octets=8, slots=18, rows=True)
-PAIR = replace(ROWS, pair=True)
 CASES |= {
     "rows: one root, nothing before": (ROWS, make_batch(8, [1], [0])),
     "rows: nine tiles in one split": (replace(ROWS, chunk=9), make_batch(8, [8], [520], seed=1)),
@@ -80,15 +79,7 @@ CASES |= {
         replace(ROWS, causal=True),
         make_batch(8, [30, 2], [140, 66], seed=9, bucket=40, sequences=4, chain=True),
     ),
-    "pair: one tile, one block without an item": (PAIR, make_batch(8, [1], [0])),
-    "pair: two tiles of the same keys": (replace(PAIR, chunk=9), make_batch(8, [16], [520], seed=1)),
-    "pair: an odd number of tiles, bf16 partials": (replace(PAIR, float_parts=False), make_batch(64, [3], [330], seed=2)),
-    "pair: ragged, every tile a split, pages of 16": (replace(PAIR, chunk=1), make_batch(16, [3, 9, 1], [0, 128, 65], page=16, seed=4)),
-    "pair: unlike lengths side by side": (PAIR, make_batch(8, [2, 7, 5], [400, 30, 130], page=32, seed=8)),
-    "pair: causal, dead rows": (
-        replace(PAIR, causal=True),
-        make_batch(8, [60, 2], [140, 66], seed=9, bucket=70, sequences=4, chain=True),
-    ),
+    "rows: unlike lengths side by side": (ROWS, make_batch(8, [2, 7, 5], [400, 30, 130], page=32, seed=8)),
 }  # fmt: skip
 
 
@@ -99,7 +90,7 @@ def test_matches_the_definition(shim, name):
 
 
 @pytest.mark.parametrize(
-    "name", [*(n for n in CASES if n[:4] in ("tree", "rows", "pair", "earl")), "ragged, every tile a split", "wgmma: ragged, pages of 16"]
+    "name", [*(n for n in CASES if n[:4] in ("tree", "rows", "earl")), "ragged, every tile a split", "wgmma: ragged, pages of 16"]
 )
 def test_other_order_of_threads(shim, name):
     config, batch = CASES[name]
@@ -133,8 +124,8 @@ def test_a_key_of_nan_reaches_its_descendants_alone(shim, config):
 
 @pytest.mark.parametrize(
     "config",
-    [FINE, replace(TINY, chunk=2), replace(TINY, chunk=100), replace(ROWS, chunk=2), replace(PAIR, chunk=2)],
-    ids=["fine", "two", "unsplit", "rows", "pair"],
+    [FINE, replace(TINY, chunk=2), replace(TINY, chunk=100), replace(ROWS, chunk=2)],
+    ids=["fine", "two", "unsplit", "rows"],
 )
 def test_a_row_alone_equals_the_row_in_company(shim, config):
     """With a given chunk a row's bits depend on its own keys: not on the bucket, its place in it, the blocks or the other rows."""
