@@ -33,6 +33,14 @@ def figures() -> str:
     return "\n".join([head, "|---|---:|---:|---:|---|---:|---|---:|---|", *rows])
 
 
+def measured() -> str:
+    """One row a record of the server's tests."""
+    lines = (ROOT / "tools" / "results" / "server_cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    rows = [f"| {r['case']} | {r['said']} | `{r['cmd']}` | {r['load_average'][0]} on {r['cores']} cores |" for r in found]
+    return "\n".join(["| what | measured | by | load |", "|---|---|---|---|", *rows])
+
+
 def _row(r: dict[str, Any]) -> str:
     memory, files = r["rss_mib"], r["files"]
     model = r["server"].split()[0].rpartition("/")[2]
@@ -42,7 +50,7 @@ def _row(r: dict[str, Any]) -> str:
 
 
 def test_the_tables_are_the_codes() -> None:
-    for mark, table in (("refused", refused()), ("figures", figures())):
+    for mark, table in (("refused", refused()), ("measured", measured()), ("figures", figures())):
         assert between(mark) == table, f"paste this between the {mark} marks of docs/server.md:\n{table}"
 
 
