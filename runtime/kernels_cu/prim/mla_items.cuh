@@ -63,19 +63,26 @@ constexpr int kItemOverhead = 3;
 constexpr int kLeastPiece = 2;  // key tiles: a sequence is not cut closer to its ends than that
 
 struct PlanRoom {
-  int rows[kMostSequences];                               // of each sequence
+  int rows[kMostSequences], ctx[kMostSequences];          // of each sequence
+  int keys[kMostSequences], tiles[kMostSequences];        // its key tiles and column tiles; 0 where it has no rows
   int start[kMostSequences];                              // where it begins on the axis of even parts
   int first[kMostSequences], last[kMostSequences];        // parts that have a piece of it
   int slot[kMostSequences], counter[kMostSequences];
-  int cost[256], chunk[256];
+  uint32_t warps[2][8];
   int most_pieces;
 };
-__device__ __forceinline__ int keys_of(const PlanParams& p, const PlanRoom& r, int b) { return parts(p.ctx[b] + r.rows[b], kTile); }
-__device__ __forceinline__ int tiles_of(const PlanRoom& r, int b) { return parts(r.rows[b] * kHeads, kN); }
+// The largest or the smallest of all 256 threads' numbers, by all threads; `which`: of two places, not that of the call before.
+template <bool LARGEST> __device__ __forceinline__ uint32_t block_extreme(PlanRoom& r, int which, uint32_t v, int t) {
+  v = LARGEST ? warp_max(v) : warp_min(v);
+  if (!(t & 31)) r.warps[which][t >> 5] = v;
+  __syncthreads();
+  const uint32_t w = r.warps[which][t & 7];
+  return LARGEST ? warp_max(w) : warp_min(w);
+}
 
 // An item of column tile `tile`: keys [tile0, end) as far as the tile's last node sees.
 __device__ __forceinline__ Item item_of(const PlanParams& p, const PlanRoom& r, int b, int tile, int tile0, int end) {
-  const int total = r.rows[b] * kHeads, packed = tile * kN, columns = least(kN, total - packed), ctx = p.ctx[b];
+  const int total = r.rows[b] * kHeads, packed = tile * kN, columns = least(kN, total - packed), ctx = r.ctx[b];
   const int keys = parts(ctx + (packed + columns - 1) / kHeads + 1, kTile);
   return Item{p.row0[b] * kHeads + packed, columns, packed, b, ctx, tile0, most(least(end, keys) - tile0, 0), 0, 1, 0, 1, 0};
 }
@@ -85,7 +92,7 @@ __device__ __forceinline__ void list_chunks(const PlanParams& p, const PlanRoom&
   int item = 0, slot = 0, counter = 0;
   for (int b = 0; b < p.sequences; ++b) {
     if (!r.rows[b]) continue;
-    const int tiles = tiles_of(r, b), ranges = parts(keys_of(p, r, b), chunk);
+    const int tiles = r.tiles[b], ranges = parts(r.keys[b], chunk);
     for (int f = t; f < ranges * tiles; f += 256) {
       const int range = f / tiles, tile = f % tiles;
       Item it = item_of(p, r, b, tile, range * chunk, (range + 1) * chunk);
@@ -115,13 +122,13 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
   int at = 0;
   for (int b = 0; b < p.sequences; ++b) {
     if ((b & 255) == t) r.start[b] = at;
-    if (r.rows[b]) at += keys_of(p, r, b) + kItemOverhead;
+    if (r.rows[b]) at += r.keys[b] + kItemOverhead;
   }
   if (t == 0) r.most_pieces = 0;
   __syncthreads();
   for (int b = t; b < p.sequences; b += 256) {
     if (!r.rows[b]) continue;
-    const int keys = keys_of(p, r, b);
+    const int keys = r.keys[b];
     int first = (r.start[b] + kItemOverhead) / length, last = (r.start[b] + kItemOverhead + keys) / length;
     while (cut(r, b, keys, first + 1, length) == 0) ++first;
     while (cut(r, b, keys, last, length) == keys) --last;
@@ -132,7 +139,7 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
   int slot = 0, counter = 0;
   for (int b = 0; b < p.sequences; ++b) {
     if (!r.rows[b]) continue;
-    const int tiles = tiles_of(r, b), pieces = r.last[b] - r.first[b] + 1;
+    const int tiles = r.tiles[b], pieces = r.last[b] - r.first[b] + 1;
     if ((b & 255) == t) {
       r.slot[b] = slot;
       r.counter[b] = counter;
@@ -151,8 +158,8 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
     const int part = i / widest, tile = i % widest;
     Item* to = p.items + i;
     for (int b = 0; b < p.sequences; ++b) {
-      if (!r.rows[b] || part < r.first[b] || part > r.last[b] || tile >= tiles_of(r, b)) continue;
-      const int keys = keys_of(p, r, b), tiles = tiles_of(r, b);
+      if (!r.rows[b] || part < r.first[b] || part > r.last[b] || tile >= r.tiles[b]) continue;
+      const int keys = r.keys[b], tiles = r.tiles[b];
       Item it = item_of(p, r, b, tile, cut(r, b, keys, part, length), cut(r, b, keys, part + 1, length));
       const int seen = parts(it.ctx + (it.packed + it.columns - 1) / kHeads + 1, kTile);
       int last = r.last[b];
@@ -176,51 +183,51 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
   const int t = threadIdx.x;
   pdl_wait();
   pdl_trigger();
-  for (int b = t; b < p.sequences; b += 256) r.rows[b] = 0;
+  for (int b = t; b < p.sequences; b += 256) {
+    r.rows[b] = 0;
+    r.ctx[b] = p.ctx[b];
+  }
   __syncthreads();
   for (int i = t; i < p.rows; i += 256)
     if (p.seq[i] >= 0) atomicAdd(&r.rows[p.seq[i]], 1);
   __syncthreads();
-  int longest = 1, widest = 1, axis = 0;
-  long long load = 0;
-  for (int b = 0; b < p.sequences; ++b)
-    if (r.rows[b]) {
-      const int keys = keys_of(p, r, b), tiles = tiles_of(r, b);
-      longest = most(longest, keys);
-      widest = most(widest, tiles);
-      axis += keys + kItemOverhead;
-      load += (long long)keys * tiles;
-    }
+  for (int b = t; b < p.sequences; b += 256) {
+    r.keys[b] = r.rows[b] ? parts(r.ctx[b] + r.rows[b], kTile) : 0;
+    r.tiles[b] = parts(r.rows[b] * kHeads, kN);
+  }
+  __syncthreads();
   if (p.chunk) {
     list_chunks(p, r, p.chunk, t);
     return;
+  }
+  int longest = 1, widest = 1, axis = 0;
+  long long load = 0;
+  for (int b = 0; b < p.sequences; ++b) {
+    const int keys = r.keys[b], tiles = r.tiles[b];
+    longest = most(longest, keys);
+    widest = most(widest, tiles);
+    axis += keys + (tiles ? kItemOverhead : 0);
+    load += (long long)keys * tiles;
   }
   // Every thread tries one chunk length; the cheapest wins, the longer one where two cost the same.
   const int low = most(most((int)(load / (8 * p.blocks)), parts(longest, kMostSplits)), 1), span = most(longest - low, 0);
   int chunk = low + (int)((long long)span * t * t / (255 * 255));
   chunk = parts(longest, parts(longest, chunk));          // as short as this number of ranges allows
-  long long items = 0, slots = 0;
-  for (int b = 0; b < p.sequences; ++b)
-    if (r.rows[b]) {
-      const int ranges = parts(keys_of(p, r, b), chunk), tiles = tiles_of(r, b);
-      items += ranges * tiles;
-      if (ranges > 1) slots += ranges * tiles;
-    }
+  int items = 0, slots = 0;                               // below 2^31: keys and column tiles are, and there are 8 chunks a block at most
+  for (int b = 0; b < p.sequences; ++b) {
+    const int ranges = parts(r.keys[b], chunk), n = ranges * r.tiles[b];
+    items += n;
+    if (ranges > 1) slots += n;
+  }
   const bool fits = slots <= p.slot_room && items <= p.item_room;
-  r.cost[t] = fits ? (int)((items + p.blocks - 1) / p.blocks) * (chunk + kItemOverhead) : 0x7fffffff;
-  r.chunk[t] = chunk;
-  __syncthreads();
-  int cost = 0x7fffffff;
-  chunk = longest;                                        // one range each always fits
-  for (int i = 0; i < 256; ++i)
-    if (r.cost[i] < cost || (r.cost[i] == cost && cost != 0x7fffffff && r.chunk[i] > chunk)) {
-      cost = r.cost[i];
-      chunk = r.chunk[i];
-    }
+  const uint32_t mine = fits ? (uint32_t)((items + p.blocks - 1) / p.blocks) * (chunk + kItemOverhead) : 0x7fffffffu;
+  const uint32_t cost = block_extreme<false>(r, 0, mine, t);
+  chunk = (int)block_extreme<true>(r, 1, mine == cost && fits ? chunk : 0, t);
+  if (!chunk) chunk = longest;                            // one range each always fits
   // Parts as FlashMLA's scheduler makes them: all blocks end together, but a sequence narrower than the widest leaves some idle.
   if (widest <= p.blocks && axis) {
     const int length = most(parts(axis, p.blocks / widest), 2 * kLeastPiece);
-    if (length + kItemOverhead < cost && list_parts(p, r, widest, length, t)) return;
+    if ((uint32_t)(length + kItemOverhead) < cost && list_parts(p, r, widest, length, t)) return;
   }
   list_chunks(p, r, chunk, t);
 }
