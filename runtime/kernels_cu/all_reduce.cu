@@ -258,58 +258,87 @@ __device__ __forceinline__ void meet(const Group& g, int phase, uint32_t epoch, 
   __syncthreads();
 }
 
+// Rows first, first + step, ... of this block, R at a time: body(row, live) with live(t) saying whether row + t step exists. Loads of
+// a batch are in flight together; one row after another would wait for memory each time.
+template <int R, class Body>
+__device__ __forceinline__ void each_batch(const Rows& r, int first, int step, Body body) {
+  for (int m = first; m < r.rows; m += R * step)
+    body(m, [&](int t) { return m + t * step < r.rows && !dead(r.seq, m + t * step); });
+}
+
 template <bool NORM>
 __device__ __forceinline__ void two_shot(float* part, const Group& g, const Rows& r) {
+  constexpr int kSent = 4, kSummed = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1, kFinished = NORM ? (VECS == 1 ? 2 : 1) : (VECS <= 2 ? 4 / VECS : 1);
   const int block = blockIdx.x, grid = gridDim.x;
   Region* own = g.of[g.rank];
   pdl_trigger();
   pdl_wait();
   const uint32_t epoch = g.state->two[block] + 1;
   const bool wait = g.state->failed == 0;
+  const int owned_step = WORLD * grid;                    // between two rows of one owner
+  auto first_of = [&](int owner) { return block + (owner + WORLD - block % WORLD) % WORLD * grid; };
+  auto mine = [&](int m, int i) { return r.part[(size_t)m * ROW_VECTORS + i]; };
 
-  auto each_row = [&](auto body) {                        // body(row, owner)
-    for (int m = block, owner = block % WORLD; m < r.rows; m += grid, owner = owner + 1 == WORLD ? 0 : owner + 1)
-      if (!dead(r.seq, m)) body(m, owner);
-  };
-  auto each_vector = [&](auto body) {
-    for (int i = threadIdx.x; i < ROW_VECTORS; i += blockDim.x) body(i);
-  };
-
-  each_row([&](int m, int owner) {
-    if (owner == g.rank) return;
-    uint4* to = g.of[owner]->parts[g.rank][m];
-    each_vector([&](int i) { to[i] = r.part[(size_t)m * ROW_VECTORS + i]; });
-  });
+#pragma unroll
+  for (int turn = 1; turn < WORLD; ++turn) {              // ranks begin with different peers
+    const int owner = (g.rank + turn) % WORLD;
+    each_batch<kSent>(r, first_of(owner), owned_step, [&](int m, auto live) {
+      for (int i = threadIdx.x; i < ROW_VECTORS; i += blockDim.x) {
+        uint4 v[kSent];
+#pragma unroll
+        for (int t = 0; t < kSent; ++t)
+          if (live(t)) v[t] = mine(m + t * owned_step, i);
+#pragma unroll
+        for (int t = 0; t < kSent; ++t)
+          if (live(t)) g.of[owner]->parts[g.rank][m + t * owned_step][i] = v[t];
+      }
+    });
+  }
   signal(g, 0, epoch);
   meet(g, 0, epoch, wait);
-  each_row([&](int m, int owner) {
-    if (owner != g.rank) return;
-    each_vector([&](int i) {
-      float sum[kEight];
+  each_batch<kSummed>(r, first_of(g.rank), owned_step, [&](int m, auto live) {
+    for (int i = threadIdx.x; i < ROW_VECTORS; i += blockDim.x) {
+      uint4 v[kSummed][WORLD];
 #pragma unroll
-      for (int s = 0; s < WORLD; ++s) {
-        const uint4 v = s == g.rank ? r.part[(size_t)m * ROW_VECTORS + i] : load_peer(&own->parts[s][m][i]);
-        if (s == 0) unpack8(v, sum);
-        else add8(sum, v);
+      for (int t = 0; t < kSummed; ++t)
+#pragma unroll
+        for (int s = 0; s < WORLD; ++s) {
+          const int row = m + t * owned_step;
+          if (live(t)) v[t][s] = s == g.rank ? mine(row, i) : load_peer(&own->parts[s][row][i]);
+        }
+#pragma unroll
+      for (int t = 0; t < kSummed; ++t) {
+        if (!live(t)) continue;
+        float sum[kEight];
+        unpack8(v[t][0], sum);
+#pragma unroll
+        for (int s = 1; s < WORLD; ++s) add8(sum, v[t][s]);
+        const uint4 packed = pack8(sum);
+#pragma unroll
+        for (int peer = 0; peer < WORLD; ++peer) g.of[peer]->sums[m + t * owned_step][i] = packed;
       }
-      const uint4 packed = pack8(sum);
-#pragma unroll
-      for (int peer = 0; peer < WORLD; ++peer) g.of[peer]->sums[m][i] = packed;
-    });
+    }
   });
   signal(g, 1, epoch);
   meet(g, 1, epoch, wait);
-  each_row([&](int m, int) {
-    uint4 sum[VECS];
-    Residual have;
-    if (NORM) { read_x(have, r, (size_t)m * ROW_VECTORS, ROW_VECTORS); read_w(have, r, ROW_VECTORS); }
+  each_batch<kFinished>(r, block, grid, [&](int m, auto live) {
+    uint4 sum[kFinished][VECS];
+    Residual have[kFinished];
 #pragma unroll
-    for (int k = 0; k < VECS; ++k) {
-      const int i = threadIdx.x + k * blockDim.x;
-      if (i < ROW_VECTORS) sum[k] = load_peer(&own->sums[m][i]);
+    for (int t = 0; t < kFinished; ++t) {
+      if (!live(t)) continue;
+      const int row = m + t * grid;
+#pragma unroll
+      for (int k = 0; k < VECS; ++k)
+        if (const int i = threadIdx.x + k * blockDim.x; i < ROW_VECTORS) sum[t][k] = load_peer(&own->sums[row][i]);
+      if (NORM) { read_x(have[t], r, (size_t)row * ROW_VECTORS, ROW_VECTORS); read_w(have[t], r, ROW_VECTORS); }
     }
-    finish_row<NORM>(part, r, (size_t)m * ROW_VECTORS, ROW_VECTORS, sum, have);
-    if (NORM) __syncthreads();                            // `part` is free for the next row
+#pragma unroll
+    for (int t = 0; t < kFinished; ++t) {
+      if (!live(t)) continue;
+      finish_row<NORM>(part, r, (size_t)(m + t * grid) * ROW_VECTORS, ROW_VECTORS, sum[t], have[t]);
+      if (NORM) __syncthreads();                          // `part` is free for the next row
+    }
   });
   if (threadIdx.x == 0) g.state->two[block] = epoch;
 }

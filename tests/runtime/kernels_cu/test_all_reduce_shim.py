@@ -105,6 +105,16 @@ def test_sums_are_those_of_the_definition_over_calls_of_every_kind(
     assert on_ranks(world, lambda rank: run_steps(w, rank, MIXED * 3, dead)) == [[]] * world
 
 
+@pytest.mark.parametrize(("world", "vecs"), [(2, 2), (2, 1), (3, 2)])
+def test_blocks_with_many_rows_take_them_in_batches(shim: Callable[..., ctypes.CDLL], world: int, vecs: int) -> None:
+    config = kernel.Config(world, 64 // vecs, vecs, blocks=2, rows=24)
+    w = World(config, shim("all_reduce_entry.cu", config.defines(HIDDEN)))
+    steps: list[Step] = [("two", 24, False), ("two", 24, True), ("two", 7, True), ("one", 2, True), ("two", 23, False), ("two", 18, True)]
+    for dead in (False, True):
+        w = World(config, w.lib)
+        assert on_ranks(world, lambda rank, w=w, dead=dead: run_steps(w, rank, steps, dead)) == [[]] * world  # type: ignore[misc]
+
+
 def test_more_than_four_ranks_poll_in_halves(shim: Callable[..., ctypes.CDLL]) -> None:
     config = config_for(5)
     w = World(config, shim("all_reduce_entry.cu", config.defines(HIDDEN)))
@@ -136,7 +146,7 @@ def test_a_rank_that_does_not_come_is_named_and_waited_for_once(shim: Callable[.
     [
         ("packets[epoch & 1][g.rank][unit]", "packets[0][g.rank][unit]"),  # no turns on the sender's side
         ("if (threadIdx.x == 0) g.state->two[block] = epoch;", ""),  # flags of the last call pass for this one's
-        ("g.of[peer]->sums[m][i] = packed;", "if (peer != 0) g.of[peer]->sums[m][i] = packed;"),
+        ("g.of[peer]->sums[m + t * owned_step][i] = packed;", "if (peer) g.of[peer]->sums[m + t * owned_step][i] = packed;"),
         ("const uint4 v = s == g.rank ? mine[n] : ", "const uint4 v = s == 0 ? mine[n] : "),
         ("(threadIdx.x == 0) g.state->one[unit] = epoch;", "(threadIdx.x == 0) g.state->one[unit] = 1;"),
     ],
