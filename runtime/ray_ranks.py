@@ -20,6 +20,7 @@ from runtime.spawn import ROOT, RankJob
 
 PLACE_S = 60.0  # for the placement group
 POLL_S = 0.2
+INHERITED = ("RUNTIME_", "OPENBLAS_", "NCCL_")  # variables that an actor gets from rank 0; Ray's workers have the cluster's otherwise
 
 
 def check_ray() -> None:
@@ -68,7 +69,8 @@ class RayPeers:
         self._group = placement_group(bundles, strategy="STRICT_PACK")
         if not self._group.wait(PLACE_S):
             raise RuntimeError(f"Ray has not placed {len(bundles)} ranks of {bundles[0]} within {PLACE_S:g} s; resources: {_free(ray)}")
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        environment = {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         if gpus:  # every rank sees all GPUs: peer memory is opened by device number
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         remote = ray.remote(RankActor)

@@ -34,7 +34,11 @@ def make_application(args: argparse.Namespace) -> Any:
     from ray import serve
 
     own = ("replicas", "cpus_per_replica", "gpus_per_replica", "host", "port", "max_ongoing_requests")
-    options = json.dumps({name: value for name, value in vars(args).items() if name not in own})
+    values = {name: value for name, value in vars(args).items() if name not in own}
+    for name in ("model", "model_flag", "spec_model"):  # a replica has a working directory of its own
+        if values[name] and Path(values[name]).exists():
+            values[name] = str(Path(values[name]).resolve())
+    options = json.dumps(values)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
     def build_app() -> Any:
