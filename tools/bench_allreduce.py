@@ -60,7 +60,10 @@ class Bench:
         memory = peers_cuda.open_memory(self.ops, host, HIDDEN, self.configs[0])
         if memory is None:
             raise SystemExit("bench_allreduce: a GPU can not reach its peer's memory; NCCL alone would be used")
-        self.memory, self.kernel = memory, all_reduce
+        self.memory = memory
+        for config in self.configs:
+            self.device.functions(all_reduce.SOURCE, config.defines(HIDDEN), all_reduce.ENTRIES)
+        host.gather_bytes(b"\0")  # all are compiled: nobody waits for a compiler on the device
         most = 2 * max(ROWS) * HIDDEN
         self.part, self.x, self.out, self.w = (self.device.alloc(n) for n in (most, most, most, 2 * HIDDEN))
         self.weight = np.random.default_rng(7).standard_normal(HIDDEN, np.float32).astype(ml_dtypes.bfloat16)

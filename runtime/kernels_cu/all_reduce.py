@@ -19,7 +19,7 @@ from runtime.kernels_cu._call import Call, vectors
 SOURCE = "all_reduce.cu"
 ENTRIES = ("all_reduce_one", "all_reduce_one_norm", "all_reduce_two", "all_reduce_two_norm")
 MAX_WORLD = 8
-SPINS = 8_000_000  # polls of a wait, some 0.7 us each: seconds
+SPINS = 20_000_000  # polls of a wait, some 0.7 us each: longer than any rank is late, a host's hiccup included
 _ONE_WAY_US = 1.34  # flag over NVLink, two H200
 
 

@@ -111,6 +111,9 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
             regions.append(region if own else int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)))
     except runtime.CUDARuntimeError:  # such as containers that share no IPC namespace
         pass
+    device.functions(
+        all_reduce.SOURCE, config.defines(hidden), all_reduce.ENTRIES
+    )  # compiled before anybody waits for a rank's first launch
     if not _all_agree(host, len(regions) == host.world):
         return None
     told, state = MappedMemory(4), device.alloc(config.state_bytes())
