@@ -24,6 +24,7 @@ from runtime.kernels_cu.recorder import Recorder
 # A captured collective leaves an event-record node, its graph a wait; without peer access its proxy may add host nodes.
 NCCL_NODES = ALLOWED | {"wait", "record", "host"}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+WARM = (1, 16, 128, 1024)  # rows of the first collectives
 OPS_PER_GRAPH, LAUNCHES = 20, 5
 
 
@@ -42,6 +43,7 @@ class NcclGroup:
 
     def __init__(self, host: Host) -> None:
         os.environ.update(NCCL_NVLS_ENABLE="0", NVSHMEM_DISABLE_NVLS="1")
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connects all algorithms now, none in a capture
         from cupy.cuda import nccl
 
         self._nccl = nccl
@@ -124,12 +126,14 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
 
 def open_peers(recorder: Recorder, host: Host, hidden: int) -> PeerComm:
     """This rank's collectives, the thresholds measured. All ranks call it at the same time."""
-    nccl = NcclGroup(host)
-    room = recorder.device.alloc(2 * hidden * host.world)
-    nccl.all_reduce(room, hidden).run(recorder.device.stream)  # connects, which may not happen in a capture
-    nccl.all_gather(room + 2 * hidden * host.rank, room, 2 * hidden).run(recorder.device.stream)
-    recorder.device.synchronize()
-    recorder.device.free(room)
+    nccl, device = NcclGroup(host), recorder.device
+    room = device.alloc(2 * hidden * WARM[-1] * host.world)
+    for rows in WARM:  # what a size needs is set up at its first call, which may not be a captured one
+        nbytes = 2 * hidden * rows
+        nccl.all_reduce(room, hidden * rows).run(device.stream)
+        nccl.all_gather(room + nbytes * host.rank, room, nbytes).run(device.stream)
+    device.synchronize()
+    device.free(room)
     memory = open_memory(recorder, host, hidden)
     thresholds = choose(time_ways(recorder, host, nccl, memory)) if memory else None
     comm = PeerComm(recorder, host.rank, host.world, nccl, memory, thresholds)
@@ -166,7 +170,8 @@ def time_ways(
 
 
 def time_us(stream: int, run: Runnable) -> float:
-    """Microseconds of one run in a graph of 20, the mean over five launches after one more."""
+    """Microseconds of one run in a graph of 20, the mean over five launches after one more, and one without a graph before."""
+    run.run(stream)
     graph, interval = CapturedGraph(stream, [run] * OPS_PER_GRAPH, NCCL_NODES), Interval(stream)
     graph.launch()
     interval.begin()
