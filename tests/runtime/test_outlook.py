@@ -63,3 +63,13 @@ def test_the_pool_stands_for_any_number_of_streams() -> None:
     held = CostCurve((1, 2, 1024), (1.0, 1.1, 1.1), key=CurveKey("test", "none", 1))
     assert asked(outlook, held, streams=1) == asked(outlook, held, streams=200) == [True]
     assert not outlook.pays(Price(held, 1), base=1, streams=1, most=0)
+
+
+def test_a_draft_that_paid_speaks_for_the_next_one_alone() -> None:
+    outlook, price = Outlook(), Price(curve(), 4)
+    outlook.observe(POOR)
+    assert asked(outlook, curve()) == [False]
+    outlook.settle(price, 4.0, expected=6.0, seconds=1.3)
+    assert asked(outlook, curve(), 2) == [True, False], "7.7 tokens/s against 4, once"
+    outlook.settle(price, 4.0, expected=0.1, seconds=1.1)
+    assert asked(outlook, curve()) == [False], "3.7 against 4"
