@@ -188,9 +188,7 @@ class Bench:
 
 def describe(c: Config) -> str:
     kind = "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
-    return (
-        f"{kind} n{c.columns} s{c.slots}{' early' if c.early else ''}{'' if c.float_parts else ' b16'}{f' c{c.chunk}' if c.chunk else ''}"
-    )
+    return f"{kind} n{c.columns} s{c.slots}{f' a{c.ahead}' if c.ahead else ''}{'' if c.float_parts else ' b16'}{f' c{c.chunk}' if c.chunk else ''}"
 
 
 def check_numerics(arch: str) -> None:
@@ -209,7 +207,7 @@ def check_numerics(arch: str) -> None:
 
 
 def portable_and_own(dims: Dims, arch: str) -> Iterator[Config]:
-    yield from (c for c in candidates(dims, "sm_120a") if not c.early and c.float_parts)
+    yield from (c for c in candidates(dims, "sm_120a") if not c.ahead and c.float_parts)
     yield from (c for c in candidates(dims, arch) if c.wgmma)
 
 

@@ -26,14 +26,15 @@
 // Whatever is masked may hold NaN: scores are replaced, and values of the step's own positions are scrubbed before the product.
 // Sources: MLA arXiv 2405.04434, online softmax arXiv 2205.14135, tree mask arXiv 2604.12989, PTX ISA.
 #ifndef OCTETS
-#error "build with -DHEADS= -DOCTETS= -DSLOTS= -DPRODUCERS= -DCAUSAL= -DEARLY= -DUSE_WGMMA= -DPART_F32="
+#error "build with -DHEADS= -DOCTETS= -DSLOTS= -DPRODUCERS= -DCAUSAL= -DAHEAD= -DUSE_WGMMA= -DPART_F32="
 #endif
 #define COLUMNS (8 * OCTETS)
 #include "prim/mla_ring.cuh"  // and what it includes: NVRTC takes prim/x and x for two files
 
 static_assert(HEADS >= 1 && HEADS <= 128, "heads on this rank");
 static_assert(OCTETS >= 1 && OCTETS <= 9, "columns in eights");
-static_assert(SLOTS >= (EARLY ? 17 : 9) && SLOTS <= 27, "a tile is 9 boxes; EARLY needs the next tile beside this one's values");
+static_assert(AHEAD >= 0 && AHEAD <= 9, "boxes whose scores are taken before the values of the tile before");
+static_assert(SLOTS >= 9 && SLOTS >= 8 + AHEAD && SLOTS <= 27, "a tile is 9 boxes; AHEAD of them lie beside the values of the tile before");
 static_assert(PRODUCERS == 1 || PRODUCERS == 2 || PRODUCERS == 4, "warps that fill the ring");
 static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes");
 
@@ -79,13 +80,14 @@ __device__ __forceinline__ void fill_ring(const Params& p, smem_t base, int coun
 #endif
 
 // ---------------------------------------------------------------- the products
-// s = the tile's keys (16 of them a warp) times the queries.
+// s = the tile's keys (16 of them a warp) times the queries, boxes FROM to TO.
+template <int FROM, int TO>
 __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const Cursor& at, int w, int lane) {
   const smem_t full = base + kTailAt + kFull, q = base + kQAt;
 #if USE_WGMMA
   wgmma_fence();
 #pragma unroll
-  for (int x = 0; x < kBoxes; ++x) {
+  for (int x = FROM; x < TO; ++x) {
     const Cursor c = at.plus(x);
     bar_wait(full + 8 * c.slot, c.phase);
     const uint64_t a = box_operand(base + c.slot * kBox, 16, 1024), b = box_operand(q + x * kQBox, 16, 1024);
@@ -95,11 +97,12 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
   wgmma_commit();
   wgmma_wait<0>();
 #else
+  if constexpr (!FROM)
 #pragma unroll
-  for (int b = 0; b < kOctets; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+    for (int b = 0; b < kOctets; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
   const int key = w * 16 + (lane & 15);
 #pragma unroll 1
-  for (int x = 0; x < kBoxes; ++x) {
+  for (int x = FROM; x < TO; ++x) {
     const Cursor c = at.plus(x);
     bar_wait(full + 8 * c.slot, c.phase);
     const smem_t box = base + c.slot * kBox;
@@ -343,26 +346,27 @@ struct Walker {
   }
 
   // The next tile's scores; after a group's last ones of the item it needs the queries no more.
-  __device__ __forceinline__ void score_tile(const Cursor& at, bool last) {
-    score(s, base, at, w, lane);
+  template <int FROM, int TO> __device__ __forceinline__ void score_tile(const Cursor& at, bool last) {
+    score<FROM, TO>(s, base, at, w, lane);
     __syncwarp();
-    if (last && lane == 0) bar_arrive(tail(kQFree));
+    if (TO == kBoxes && last && lane == 0) bar_arrive(tail(kQFree));
   }
 
   __device__ __forceinline__ Cursor walk(const Item& it, Cursor at) {
     const int tiles = it.tiles;
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
-    if (group == 0) score_tile(at, tiles <= 2);
+    if (group == 0) score_tile<0, kBoxes>(at, tiles <= 2);
     else if (tiles == 1 && lane == 0) bar_arrive(tail(kQFree));
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, own -= kTile) {
-      const bool owner = (j & 1) == group, ahead = !owner && j + 1 < tiles;
+      const bool owner = (j & 1) == group, next = !owner && j + 1 < tiles;
+      const Cursor then = at.plus(kBoxes);
       if (owner) {
         if (lane == 0) bar_arrive(tail(kEmpty) + 8 * at.slot);   // the rope box
         if (own < kTile) mask(it, -own);
         soften();
-      } else if (EARLY && ahead) {
-        score_tile(at.plus(kBoxes), j + 3 >= tiles);
+      } else if (AHEAD && next) {
+        score_tile<0, AHEAD>(then, j + 3 >= tiles);
       }
       bar_wait(tail(kReady), tile & 1);
       follow_maxima(owner);
@@ -370,8 +374,9 @@ struct Walker {
       mix(o, base, at, group, w, lane);
       __syncwarp();
       if (lane == 0) bar_arrive(tail(kTaken));
-      if (!EARLY && ahead) score_tile(at.plus(kBoxes), j + 3 >= tiles);
-      at = at.plus(kBoxes);
+      if constexpr (AHEAD < kBoxes)
+        if (next) score_tile<AHEAD, kBoxes>(then, j + 3 >= tiles);
+      at = then;
       ++tile;
     }
     return at;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from runtime.hw import HARDWARE, Hardware
@@ -11,6 +11,7 @@ from runtime.hw import HARDWARE, Hardware
 WIDTH, VALUE, TILE = 576, 512, 64
 BOX_BYTES, BOXES, TAIL_BYTES = 8192, 9, 1024
 ROW_OCTETS, ROW_SLOTS = 8, 18  # tree_mla_rows.cu
+AHEAD = 3  # boxes; what lands while a tile's weights are made
 MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}
 MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
 L2_SHARE = 1.36  # L2's rate over the read rate: FlashMLA's 746 TFLOP/s on one H200 take 6.2 TB/s out of L2, memory gives 4.54
@@ -47,18 +48,18 @@ class Config:
     """One build and plan of the kernel.
 
     octets: query columns a tile, in eights. slots: boxes of 8 KB in the ring of keys, 9 a tile. producers: copying warps
-    (one with wgmma). wgmma: Hopper's product and tensor copies. early: scores of the next tile before this tile's values are
-    mixed in (17 slots). causal: every sequence is a chain, ancestor words are not read. float_parts: partials in float32, so
-    that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split, 0: chosen on the
-    device for the step's load; given, a row's numbers depend on its own keys alone. rows: tree_mla_rows.cu, 64 query columns as
-    the product's rows, for sequences that have that many; 8 octets, a ring of two tiles.
+    (one with wgmma). wgmma: Hopper's product and tensor copies. ahead: boxes of the next tile whose scores are taken before this
+    tile's values are mixed in (8 slots more). causal: every sequence is a chain, ancestor words are not read. float_parts:
+    partials in float32, so that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split,
+    0: chosen on the device for the step's load; given, a row's numbers depend on its own keys alone. rows: tree_mla_rows.cu,
+    64 query columns as the product's rows, for sequences that have that many; 8 octets, a ring of two tiles.
     """
 
     octets: int = 8
     slots: int = 17
     producers: int = 1
     wgmma: bool = True
-    early: bool = False
+    ahead: int = 0
     causal: bool = False
     float_parts: bool = True
     chunk: int = 0
@@ -81,7 +82,7 @@ class Config:
             "OCTETS": self.octets,
             "SLOTS": self.slots,
             "PRODUCERS": self.producers,
-            "EARLY": int(self.early),
+            "AHEAD": self.ahead,
             "USE_WGMMA": int(self.wgmma),
         }
         return both | own
@@ -98,11 +99,12 @@ class Config:
         dims.check()
         if not 1 <= self.octets <= 9:
             raise ValueError(f"{self}: {self.octets} octets of columns; 1 to 9 fit the registers")
-        if self.rows and (not self.wgmma or self.early or (self.octets, self.slots) != (ROW_OCTETS, ROW_SLOTS)):
-            raise ValueError(f"{self}: queries as rows are built for wgmma, {ROW_OCTETS} octets and {ROW_SLOTS} slots, without early")
-        least = 17 if self.early else 9
-        if not least <= self.slots <= 27:
-            raise ValueError(f"{self}: {self.slots} slots; {least} to 27{' with early' if self.early else ''}")
+        if self.rows and (not self.wgmma or self.ahead or (self.octets, self.slots) != (ROW_OCTETS, ROW_SLOTS)):
+            raise ValueError(f"{self}: queries as rows are built for wgmma, {ROW_OCTETS} octets and {ROW_SLOTS} slots, nothing ahead")
+        if not 0 <= self.ahead <= BOXES:
+            raise ValueError(f"{self}: {self.ahead} boxes ahead; a tile has {BOXES}")
+        if not max(BOXES, 8 + self.ahead) <= self.slots <= 27:
+            raise ValueError(f"{self}: {self.slots} slots; {max(BOXES, 8 + self.ahead)} to 27 with {self.ahead} boxes ahead")
         if self.smem_bytes() > MAX_SMEM_BYTES[arch]:
             raise ValueError(f"{self}: {self.smem_bytes()} bytes of shared memory, {arch} has {MAX_SMEM_BYTES[arch]}")
         if self.wgmma and (arch != "sm_90a" or self.producers != 1):
@@ -118,15 +120,15 @@ class Config:
 
 
 def candidates(dims: Dims, arch: str = "sm_90a", causal: bool = False, chunk: int = 0) -> Iterator[Config]:
-    """Every legal configuration worth timing: all column widths, as many slots as fit, early where they suffice."""
+    """Every legal configuration worth timing: all column widths, as many slots as fit, boxes ahead where they suffice."""
     wgmma = arch == "sm_90a" and gcd(dims.page_size, TILE) >= 16
     for octets in range(1, 10):
         room = (MAX_SMEM_BYTES[arch] - TAIL_BYTES - (BOXES + 1) * octets * 1024) // BOX_BYTES
         if room < 9 or (octets - 1) * 8 >= dims.M * dims.heads:
             break
-        for early in (False, True) if room >= 17 else (False,):
+        for ahead in (0, AHEAD, BOXES) if wgmma and room >= 8 + BOXES else (0, BOXES) if room >= 8 + BOXES else (0,):
             for parts in (True,) if chunk else (True, False):
-                config = Config(octets, min(room, 27), 1 if wgmma else 2, wgmma, early, causal, parts, chunk)
+                config = Config(octets, min(room, 27), 1 if wgmma else 2, wgmma, ahead, causal, parts, chunk)
                 try:
                     config.check(dims, arch)
                 except ValueError:
@@ -138,9 +140,11 @@ def candidates(dims: Dims, arch: str = "sm_90a", causal: bool = False, chunk: in
 
 
 def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None, causal: bool = False, chunk: int = 0) -> Config:
-    """The candidate of least predicted time; where nothing is measured."""
+    """The candidate of least predicted time, where nothing is measured; with float32 partials if they add less than 1.5 %."""
     machine = hw or HARDWARE["h200"]
-    return min(candidates(dims, arch, causal, chunk), key=lambda c: predict_us(dims, c, machine))
+    best = min(candidates(dims, arch, causal, chunk), key=lambda c: predict_us(dims, c, machine))
+    exact = replace(best, float_parts=True)
+    return exact if predict_us(dims, exact, machine) < 1.015 * predict_us(dims, best, machine) else best
 
 
 # ---------------------------------------------------------------- what this implementation pays
@@ -215,22 +219,23 @@ def work(dims: Dims, config: Config, blocks: int = 132) -> Work:
 
 
 def predict_us(dims: Dims, config: Config, hw: Hardware, blocks: int = 132) -> float:
-    """Microseconds of a layer. Constants fit the swapped-operand study on one H200 (within 20 % of each of its twelve cases).
+    """Microseconds of a layer. Constants fit 33 configurations of bench_mla.py's eight cases on one H200, within 15 % of each.
 
-    A key tile costs a block the larger of its bytes at 0.9 of the block's share of the read rate and its products plus a
-    softmax; partials are written at 0.6 of the read rate, read back at 0.8; 3 us to launch and ramp, 1.5 us to meet.
+    A key tile costs a block its bytes (at 0.9 of the block's share of the read rate, or of L2's where several column tiles read
+    them) or its products and softmax, whichever is more, and some of the other: a norm of order 4. A ring of less than two tiles
+    adds 0.5 us, scores that wait for the values before them 0.25 us. 6 us to launch, ramp and meet; an item costs 1 us and its
+    columns, partials go at 0.62 of the read rate.
     """
     w = work(dims, config, blocks)
     busy = min(w.items, blocks)
     each = w.tiles // dims.B
-    l2 = L2_SHARE * hw.read_bps
-    rate = 0.9 * hw.read_bps if each == 1 else min(0.9 * hw.read_bps * each, l2)
+    rate = 0.9 * hw.read_bps if each == 1 else min(0.9 * hw.read_bps * each, L2_SHARE * hw.read_bps)
     bytes_us = TILE * WIDTH * 2 / (rate / blocks) * 1e6 * (0.35 + 0.65 * busy / blocks)
-    peak = hw.tensor_flops / blocks * (1.05 if config.wgmma else 0.55)
-    product_us = 2.0 * TILE * (WIDTH + VALUE) * max(config.columns, 32) / peak * 1e6
-    softmax_us = (0.25 + 0.008 * config.columns) * (0.5 if config.early else 1.0)  # half hidden: an expectation, not measured
-    tile_us = max(bytes_us, product_us + softmax_us) + 0.3 * min(bytes_us, product_us) * config.columns / 72
-    if config.rows:  # softmax behind products; 0.9 of the rate of large products: an expectation, not measured
-        tile_us = max(bytes_us, product_us * 1.05 / 0.9)
-    partial_us = w.partial_bytes * (1 / 0.6 + 1 / 0.8) / hw.read_bps * 1e6
-    return 3.0 + w.tiles_each * tile_us * 0.97 + 1.0 * w.waves + partial_us + (1.5 if w.partial_bytes else 0.0)
+    chain_us = 1.05 + 0.0155 * config.columns + (0.5 if config.slots < 2 * BOXES else 0.0)
+    chain_us += {0: 0.25, BOXES: 0.0}.get(config.ahead, 0.02)  # between the two: not measured
+    if config.rows:
+        chain_us = 1.8
+    if not config.wgmma:  # an expectation, not measured
+        chain_us += 2.0 * TILE * (WIDTH + VALUE) * config.columns / (0.5 * hw.tensor_flops / blocks) * 1e6
+    tile_us = (bytes_us**4 + chain_us**4) ** 0.25
+    return 6.0 + w.tiles_each * tile_us + w.waves * (1.0 + 0.06 * config.columns) + w.partial_bytes / (0.62 * hw.read_bps) * 1e6

@@ -64,7 +64,8 @@ def test_candidates_are_legal_and_cover_every_page_size(arch):
     [
         ({"octets": 10}, "octets"),
         ({"slots": 8}, "slots"),
-        ({"slots": 16, "early": True}, "17"),
+        ({"ahead": 10}, "boxes ahead"),
+        ({"slots": 16, "ahead": 9}, "17"),
         ({"octets": 9, "slots": 18}, "shared memory"),
         ({"producers": 2}, "one producer"),
         ({"wgmma": False, "octets": 6, "slots": 9}, "mma.sync"),
@@ -112,17 +113,36 @@ def test_worst_case_tiles_hold_any_batch():
         assert sum(-(-n * 5 // 8) for n in rows) <= most_tiles(dims, config)
 
 
-# Medians of the swapped-operand study on one H200, us: heads x q, streams, context.
-STUDY = [
-    (1, 10, 4096, 17.9), (9, 1, 4096, 15.0), (9, 10, 4096, 37.0), (1, 10, 65536, 187.8), (9, 10, 65536, 250.1), (1, 1, 4096, 6.6),
-    (1, 1, 65536, 25.0), (9, 1, 65536, 42.4), (4, 1, 4096, 9.1), (4, 10, 4096, 23.2), (4, 1, 65536, 29.1), (4, 10, 65536, 191.8),
+COLUMNS, EXACT = Config(ahead=9, float_parts=False), Config(ahead=9)
+AS_ROWS = Config(8, 18, rows=True)
+# One H200, us: heads, q, streams, context; the configuration.
+MEASURED = [
+    (8, 9, 1, 4096, replace(COLUMNS, octets=3, slots=24), 12.9), (8, 1, 10, 4096, replace(COLUMNS, octets=1, slots=27), 20.6),
+    (8, 9, 10, 4096, replace(COLUMNS, octets=9), 30.5), (8, 9, 10, 4096, replace(COLUMNS, octets=5, slots=22, ahead=0), 36.7),
+    (8, 9, 10, 4096, replace(AS_ROWS, float_parts=False), 35.8), (8, 9, 10, 65536, replace(EXACT, octets=9), 262.0),
+    (8, 9, 10, 65536, replace(AS_ROWS, float_parts=False), 375.9), (8, 33, 10, 65536, AS_ROWS, 857.5),
+    (8, 33, 10, 65536, replace(EXACT, octets=7, slots=19), 896.0), (32, 9, 10, 4096, replace(AS_ROWS, float_parts=False), 70.3),
+    (64, 9, 10, 4096, replace(AS_ROWS, float_parts=False), 116.6), (64, 33, 10, 65536, AS_ROWS, 5318.7),
+    (64, 33, 10, 65536, replace(EXACT, octets=8, slots=18), 5662.3),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("q", "streams", "ctx", "us"), STUDY)
-def test_prediction_is_near_the_study(q, streams, ctx, us):
-    predicted = predict_us(Dims(q * streams, streams, 8, ctx), Config(octets=q, slots=17), H200)
-    assert 0.75 * us < predicted < 1.35 * us, predicted
+@pytest.mark.parametrize(("heads", "q", "streams", "ctx", "config", "us"), MEASURED)
+def test_prediction_is_near_the_measurement(heads, q, streams, ctx, config, us):
+    predicted = predict_us(Dims(q * streams, streams, heads, ctx + q), config, H200)
+    assert 0.85 * us < predicted < 1.15 * us, predicted
+
+
+@pytest.mark.parametrize(
+    ("heads", "q", "streams", "ctx", "octets", "rows"),
+    [
+        (8, 9, 1, 4096, 3, False), (8, 1, 10, 4096, 1, False), (8, 9, 10, 4096, 9, False), (8, 9, 10, 65536, 9, False),
+        (8, 33, 10, 65536, 8, True), (32, 9, 10, 4096, 8, True), (64, 9, 10, 4096, 8, True), (64, 33, 10, 65536, 8, True),
+    ],
+)  # fmt: skip
+def test_default_is_what_was_measured_best(heads, q, streams, ctx, octets, rows):
+    found = default_config(Dims(q * streams, streams, heads, ctx + q))
+    assert (found.octets, found.rows) == (octets, rows)
 
 
 def test_many_columns_are_rows():

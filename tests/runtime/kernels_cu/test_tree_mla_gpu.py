@@ -31,7 +31,7 @@ class Device(Attention):
 def widths(heads: int) -> list[Config]:
     """The narrowest, a middle and the widest of each family."""
     dims = Dims(90, 10, heads, 4096)
-    portable = [c for c in candidates(dims, "sm_120a") if not c.early]
+    portable = [c for c in candidates(dims, "sm_120a") if not c.ahead]
     hopper = list(candidates(dims, "sm_90a"))
     return [portable[0], portable[-1], *(hopper[i] for i in (0, 3, len(hopper) // 2, -4, -3, -2, -1))]
 

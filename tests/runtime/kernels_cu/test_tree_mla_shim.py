@@ -50,7 +50,7 @@ CASES = {
     "ragged, one split": (WIDE, make_batch(8, [9, 1, 4], [63, 64, 0], seed=3)),
     "ragged, every tile a split": (FINE, make_batch(4, [3, 9, 1], [0, 128, 65], page=16, seed=4)),
     "64 heads": (WIDE, make_batch(64, [3], [70], page=32, seed=5)),
-    "early scores": (replace(TINY, early=True), make_batch(8, [2, 3], [130, 1], seed=6)),
+    "ahead of the values before: a tile": (replace(TINY, ahead=9), make_batch(8, [2, 3], [130, 1], seed=6)),
     "odd heads, odd pages": (TINY, make_batch(5, [7], [95], page=24, seed=7)),
     "tree of more nodes than a word": (WIDE, make_batch(4, [70], [30], page=16, seed=8)),
     "dead rows and empty sequences": (TINY, make_batch(8, [2, 3], [10, 66], seed=9, bucket=8, sequences=4)),
@@ -60,7 +60,9 @@ HOPPER = Config(octets=1, slots=9)
 CASES |= {
     "wgmma: tree, several splits": (HOPPER, make_batch(8, [9], [200], seed=1)),
     "wgmma: ragged, pages of 16": (replace(HOPPER, chunk=1, slots=27), make_batch(4, [3, 9, 1], [0, 128, 65], page=16, seed=4)),
-    "wgmma: nine octets, early, pages of 48": (Config(octets=9, early=True), make_batch(8, [9, 1], [130, 3], page=48, seed=6)),
+    "ahead: three boxes": (replace(TINY, ahead=3), make_batch(8, [2, 3], [130, 1], seed=6)),
+    "wgmma: nine octets, a tile ahead, pages of 48": (Config(octets=9, ahead=9), make_batch(8, [9, 1], [130, 3], page=48, seed=6)),
+    "ahead: wgmma, three boxes, a ring of eleven": (Config(octets=3, slots=11, ahead=3), make_batch(8, [9, 1], [330, 3], seed=6)),
     "wgmma: 64 heads, pages of 32": (Config(octets=8, slots=18), make_batch(64, [2], [70], page=32, seed=5)),
     "wgmma: bf16 partials, dead rows": (
         replace(HOPPER, octets=2, float_parts=False, causal=True),
@@ -90,7 +92,7 @@ def test_matches_the_definition(shim, name):
 
 
 @pytest.mark.parametrize(
-    "name", [*(n for n in CASES if n[:4] in ("tree", "rows", "earl")), "ragged, every tile a split", "wgmma: ragged, pages of 16"]
+    "name", [*(n for n in CASES if n[:4] in ("tree", "rows", "ahea")), "ragged, every tile a split", "wgmma: ragged, pages of 16"]
 )
 def test_other_order_of_threads(shim, name):
     config, batch = CASES[name]
