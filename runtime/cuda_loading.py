@@ -154,9 +154,10 @@ def load_parts(
     drafter_weights = None
     if source.drafter and source.drafter_checkpoint:
         factor = speculative.draft_rope_attention_factor
-        drafter_weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, factor)
+        drafter_weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, factor, rank, world)
         progress("drafter")
-    return Parts(source.target, weights, source.drafter, drafter_weights, reach - 1)
+    drafter = source.drafter.part(world) if source.drafter else None
+    return Parts(source.target, weights, drafter, drafter_weights, reach - 1)
 
 
 def make_cuda_worker(

@@ -108,11 +108,12 @@ def _open_checkpoint(file: Path, weights: LoadConfig) -> Checkpoint | DummyCheck
     return checkpoint
 
 
-def bytes_per_token(source: Source, itemsize: int) -> int:
-    """Cache bytes a token takes on a rank: the target's latents and the drafter's context keys and values."""
+def bytes_per_token(source: Source, itemsize: int, tp: int = 1) -> int:
+    """Cache bytes a token takes on a rank: the target's latents and its share of the drafter's context keys and values."""
     own = source.target.layers * source.target.cache_width
     if source.drafter:
-        own += 2 * source.drafter.layers * source.drafter.kv_heads * source.drafter.head_dim
+        drafter = source.drafter.part(tp)
+        own += 2 * drafter.layers * drafter.kv_heads * drafter.head_dim
     return own * itemsize
 
 
@@ -206,7 +207,7 @@ def make_gpu_executor(
     limits = limits_of(source, _with_pages(source, config), speculative)
     parts = load_parts(source, backend, limits, speculative, progress, rank, world)
     layout, least = plan_layout(config, limits), host.least if host else int
-    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, bytes_per_token(source, 2), least)
+    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, bytes_per_token(source, 2, world), least)
 
 
 def _with_pages(source: Source, config: EngineConfig) -> EngineConfig:
@@ -285,8 +286,9 @@ def _bind(
     target = kimi_k26.load(source.checkpoint, source.target, backend, rank, tp, reach, progress)
     drafter = None
     if source.drafter and source.drafter_checkpoint:
-        weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, speculative.draft_rope_attention_factor)
-        drafter = Drafter(source.drafter, weights, dflash.make_cache(backend, source.drafter, slots))
+        factor, own = speculative.draft_rope_attention_factor, source.drafter.part(tp)
+        weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, factor, rank, tp)
+        drafter = Drafter(own, weights, dflash.make_cache(backend, own, slots))
         progress("drafter")
     cache = backend.zeros((source.target.layers, slots, source.target.cache_width))
     return BoundModel(source.target, target, cache, limits.page_size, reach - 1, drafter)

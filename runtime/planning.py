@@ -87,7 +87,7 @@ class RankMemory:
 def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None) -> RankMemory:
     """Weight bytes of one rank by kind, and cache bytes for each token of context.
 
-    The latent cache, the whole drafter and the drafter's cache are replicated over ranks.
+    The latent cache is replicated over ranks; the drafter and its cache are cut where they divide.
     """
     w = shape_weights(c, tp)
     kinds: Counter[str] = Counter()
@@ -107,6 +107,7 @@ def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None) ->
     kinds["norms and rotary table"] += _nbytes(w.norm, w.cos_sin)
     token_bytes = c.layers * ShapeOnly((c.cache_width,), "bf16").nbytes
     if drafter:
+        drafter = drafter.part(tp)
         kinds["drafter"] = sum(ShapeOnly(shape, dtype).nbytes for shape, dtype in dflash.tensors(drafter).values())
         token_bytes += drafter.layers * 2 * ShapeOnly((drafter.kv_heads, drafter.head_dim), "bf16").nbytes
     return RankMemory(tp, dict(kinds), token_bytes)

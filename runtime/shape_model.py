@@ -48,6 +48,7 @@ def walk_step(c: Config, tp: int) -> StepCalls:
 def walk_draft(d: dflash.Config, c: Config, tp: int, streams: int, top_k: int = 16) -> StepCalls:
     """Counts one draft round on rank 0 of `tp`, as walk_step counts a step of the target."""
     d.check_target(c, "drafter")
+    d = d.part(tp)
     ops, comm, target = NullBackend(), NullComm(tp), shape_weights(c, tp)
     w = shape_drafter(d, c.max_positions)
     kv_cache = dflash.make_cache(ops, d, 2 * PAGE_SIZE)
@@ -112,7 +113,7 @@ def shape_weights(c: Config, tp: int, positions: int | None = None) -> kimi_k26.
 
 
 def shape_drafter(d: dflash.Config, positions: int) -> dflash.Weights:
-    """A drafter's weights as shapes without memory."""
+    """A drafter's weights as shapes without memory: what d says a rank holds."""
 
     def bf16(*shape: int) -> Any:
         return ShapeOnly(shape, "bf16")

@@ -201,7 +201,7 @@ def print_tables(report: Report, detail: bool, console: Console) -> None:
     console.print(f"[bold]{c.layers} layers, {c.experts} experts top-{c.top_k}[/bold] on {hw.name}: {hw.read_bps / 1e12:g} TB/s, "
                   f"{hw.tensor_flops / 1e12:g} TFLOP/s, link {hw.link_bps / 1e9:g} GB/s and {hw.link_us:g} µs ({hw.source})")  # fmt: skip
     console.print(f"Assumed: {routing}; each operand moved once; ops one after another, reading and computing overlapped within an op; "
-                  "the latent path, the router, the caches and the drafter replicated on every rank.")  # fmt: skip
+                  "the latent path, the router, the latent cache and the drafter's merging of taps replicated on every rank.")  # fmt: skip
     console.print(memory_table(report))
     for tp, steps in report.steps.items():
         console.print(step_table(report, tp))

@@ -80,8 +80,9 @@ def test_tokens_that_fit(k26: kimi_k26.Config, drafter: dflash.Config) -> None:
     assert memory_per_rank(k26, 1).tokens_that_fit(H200) == 0
     alone, both = memory_per_rank(k26, 8), memory_per_rank(k26, 8, drafter)
     assert alone.tokens_that_fit(H200, 0.9) == int((0.9 * 150.1e9 - alone.weight_bytes) // 70_272)
-    assert both.weights["drafter"] / 2**30 == pytest.approx(6.48, abs=0.01)
-    assert both.kv_token_bytes == 70_272 + 24_576
+    assert memory_per_rank(k26, 1, drafter).weights["drafter"] / 2**30 == pytest.approx(6.48, abs=0.01)
+    assert both.kv_token_bytes == 70_272 + 24_576 // 8 and memory_per_rank(k26, 1, drafter).kv_token_bytes == 70_272 + 24_576
+    assert both.tokens_that_fit(H200, 0.9) == int((0.9 * 150.1e9 - both.weight_bytes) // (70_272 + 3072))
 
 
 # Rows -> distinct experts, GB read by a TP8 rank, ms at 4.54 TB/s: weights alone, computed by hand.
@@ -158,16 +159,29 @@ def test_bad_questions_are_refused(k26: kimi_k26.Config) -> None:
 
 
 def test_drafter(k26: kimi_k26.Config, drafter: dflash.Config) -> None:
-    step = plan_draft(drafter, k26, 8, 0, H200)
-    weights = 2 * 3.48e9 + 163_840 * 7168 * 2 / 8
+    step = plan_draft(drafter, k26, 1, 0, H200)
+    weights = 2 * 3.48e9 + 163_840 * 7168 * 2
     context_twice = 6 * 2 * 7168 * 1024 * 2  # key and value projections, once for context and once for the block
     assert step.cost.read_bytes == pytest.approx(weights + context_twice, rel=0.01)
-    assert step.rows == 8
+    assert step.rows == 8 and not [row for row in step.table if row.is_link]
     held = sum(ShapeOnly(shape, dtype).nbytes for shape, dtype in dflash.tensors(drafter).values())
     w = shape_drafter(drafter, 1)
     layer = sum(getattr(w.layers[0], n).nbytes for n in ("input_norm", "q", "k", "v", "o", "q_norm", "k_norm", "post_norm"))
     layer += w.layers[0].mlp.gate_up.nbytes + w.layers[0].mlp.down.nbytes
     assert held == 6 * layer + w.fc.nbytes + w.hidden_norm.nbytes + w.norm.nbytes
+
+
+def test_a_cut_drafter(k26: kimi_k26.Config, drafter: dflash.Config) -> None:
+    """Heads and width over 8 ranks, the merging of taps on each; two sums a layer, the embedding's, and K tokens of each rank."""
+    merging = 7168 * 6 * 7168 * 2
+    whole, eighth = (memory_per_rank(k26, tp, drafter).weights["drafter"] for tp in (1, 8))
+    assert eighth == pytest.approx(merging + (whole - merging) / 8, rel=0.001)
+    step = plan_draft(drafter, k26, 8, 0, H200)
+    context_twice = 6 * 2 * 7168 * 128 * 2
+    assert step.cost.read_bytes == pytest.approx(eighth + 163_840 * 7168 * 2 / 8 + context_twice, rel=0.02)
+    links = {row.op: row.count for row in step.table if row.is_link}
+    assert links == {"all_reduce": 13, "all_gather": 1}
+    assert drafter.part(16) is drafter and memory_per_rank(k26, 16, drafter).weights["drafter"] == whole, "8 key heads"
 
 
 def test_every_bucket_at_every_size_takes_less_than_a_second(k26: kimi_k26.Config) -> None:

@@ -20,8 +20,8 @@ from runtime.api import LLM
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.processes import ProcessRanks, RankFailed
 from runtime.spawn import SpawnedPeers
-from runtime.speculate import NoSpeculation
-from runtime.types import Request, SamplingParams
+from runtime.speculate import NoSpeculation, TreeSpeculation
+from runtime.types import DraftPlan, Request, SamplingParams
 from tests.worlds import Got, World, load_world, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -214,3 +214,22 @@ def test_a_size_that_does_not_divide_is_refused_with_the_legal_ones(tiny: str) -
     with pytest.raises(ValueError, match=r"tensor_parallel_size 3 does not divide this model; legal: 1, 2, 4"):
         open_world(tiny, 3)
     assert children() == before
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_drafter_cut_over_ranks_proposes_what_a_whole_one_does(tiny: str, tp: int) -> None:
+    """Two key heads: cut at TP 2, held whole by every rank at TP 4. Context first, then a block that reads it."""
+    one, many = open_world(tiny, 1), open_world(tiny, tp)
+    results = []
+    for world in (one, many):
+        engine = world.engine(TreeSpeculation(world.executor, SpeculativeConfig(tree_budget=4)))
+        got = run(engine, requests(dataclasses.replace(GREEDY, logprobs=0), 3))
+        tokens = np.array([5, 9], np.int32)
+        pages, none = np.array([[1, 2], [3, 4]], np.int32), np.zeros(0, np.int32)
+        drafted = world.executor.draft(DraftPlan(tokens, np.array([9, 3], np.int32), pages, none, none, none))
+        results.append(([g.tokens for g in got.values()], sum(g.accepted for g in got.values()), drafted))
+    (want, accepted, whole), (mine, also, cut) = results
+    assert mine == want and also == pytest.approx(accepted, abs=3)
+    assert np.abs(cut.logp - whole.logp).max() < 1e-3
+    assert (cut.ids == whole.ids).mean() > 0.9, "near ties may change places"
+    many.executor.close()
