@@ -42,7 +42,7 @@ WORLD, HIDDEN, VOCAB, PAGE, LENGTH = 2, 64, 512, 16, 64
 SIZES = {
     "hidden_size": HIDDEN, "num_attention_heads": 4, "q_lora_rank": 32, "intermediate_size": 64, "moe_intermediate_size": 64,
     "n_routed_experts": 8, "vocab_size": VOCAB, "max_position_embeddings": 128,
-    "draft_num_hidden_layers": 1, "draft_num_attention_heads": 2, "draft_num_key_value_heads": 1, "draft_intermediate_size": 64,
+    "draft_num_hidden_layers": 1, "draft_num_attention_heads": 4, "draft_num_key_value_heads": 2, "draft_intermediate_size": 64,
     "draft_block_size": 4,
 }  # fmt: skip
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=4, max_model_len=LENGTH, block_size=PAGE, num_pages=16, buckets=(1, 4))
@@ -109,7 +109,8 @@ def bind(path: Path, backend: Any, rank: int, world: int, drafter: bool = False)
     if drafter:
         there = Checkpoint.open(path / "drafter")
         c = dflash.Config.from_json(there.config)
-        own = Drafter(c, dflash.load(there, c, backend, LENGTH + 4), dflash.make_cache(backend, c, 16 * PAGE))
+        part = c.part(world)
+        own = Drafter(part, dflash.load(there, c, backend, LENGTH + 4, None, rank, world), dflash.make_cache(backend, part, 16 * PAGE))
     return BoundModel(config, weights, cache, PAGE, LENGTH + 3, own)
 
 
@@ -157,13 +158,15 @@ def test_two_ranks_draw_what_one_draws(path: Path, shim: Any, thresholds: Thresh
 
 
 def test_two_ranks_draft_together(path: Path, shim: Any) -> None:
-    """The drafter's likeliest tokens are merged over ranks, and its drafts leave both ranks with the same tokens."""
+    """The drafter is cut by heads and width, its likeliest tokens are merged over ranks, and both ranks end with the same tokens."""
     Group().worker(path, shim, 0, Thresholds(4, 4), DRAFTING)
     group = Group()
 
     def on_rank(rank: int) -> list[Any]:
         worker = group.worker(path, shim, rank, Thresholds(4, 4), DRAFTING)
-        assert "top_merge" in {record.op for program in worker.programs() if program.kind == "block" for record in program.records}
+        assert {"top_merge", "all_reduce_norm"} <= {
+            r.op for program in worker.programs() if program.kind == "block" for r in program.records
+        }
         got = generate(path, worker, GREEDY, TreeSpeculation(worker, SpeculativeConfig(tree_budget=1)))
         root = DraftPlan(*(np.array(a, np.int32) for a in ([9], [0], [[1]], [], [], [])))
         drafted = worker.draft(root)
