@@ -188,7 +188,8 @@ class Bench:
 
 def describe(c: Config) -> str:
     kind = "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
-    return f"{kind} n{c.columns} s{c.slots}{f' a{c.ahead}' if c.ahead else ''}{'' if c.float_parts else ' b16'}{f' c{c.chunk}' if c.chunk else ''}"
+    ahead, parts, chunk = f" a{c.ahead}" if c.ahead else "", "" if c.float_parts else " b16", f" c{c.chunk}" if c.chunk else ""
+    return f"{kind} n{c.columns} s{c.slots}{ahead}{parts}{chunk}"
 
 
 def check_numerics(arch: str) -> None:

@@ -46,7 +46,7 @@ def workspace_bytes(dims: Dims, config: Config, blocks: int) -> dict[str, int]:
     """Bytes of each scratch array of a bucket, by field name; layers share them. `arrived` must be zero before the first call."""
     tiles, room = most_tiles(dims, config), slot_room(dims, config, blocks)
     return {
-        "items": 48 * (tiles + room),
+        "items": 48 * max(tiles + room, blocks),
         "count": 4,
         "part": room * config.columns * VALUE * (4 if config.float_parts else 2),
         "stats": room * config.columns * 8,

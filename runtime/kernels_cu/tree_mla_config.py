@@ -238,4 +238,4 @@ def predict_us(dims: Dims, config: Config, hw: Hardware, blocks: int = 132) -> f
     if not config.wgmma:  # an expectation, not measured
         chain_us += 2.0 * TILE * (WIDTH + VALUE) * config.columns / (0.5 * hw.tensor_flops / blocks) * 1e6
     tile_us = (bytes_us**4 + chain_us**4) ** 0.25
-    return 6.0 + w.tiles_each * tile_us + w.waves * (1.0 + 0.06 * config.columns) + w.partial_bytes / (0.62 * hw.read_bps) * 1e6
+    return float(6.0 + w.tiles_each * tile_us + w.waves * (1.0 + 0.06 * config.columns) + w.partial_bytes / (0.62 * hw.read_bps) * 1e6)

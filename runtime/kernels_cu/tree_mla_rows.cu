@@ -274,7 +274,6 @@ struct Walker {
         if (GROUP == 0 && (lane & 3) == 0) reinterpret_cast<float2*>(p.stats)[at] = pair(high[h], total[h]);
         put_partial(p.part, at * kValue + GROUP * 256, o, h, lane & 3);
       }
-      __threadfence();
     } else {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -283,7 +282,10 @@ struct Walker {
       }
     }
     named_barrier(3, 256);
-    if (it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);
+    if (it.splits > 1 && threadIdx.x == 0) {               // for all: the barrier is behind their stores
+      __threadfence();
+      add_release(p.arrived + it.counter, 1);
+    }
   }
 
   template <int GROUP> __device__ __forceinline__ void work(int count) {

@@ -6,9 +6,8 @@
 // Blocks run one after the other, so a kernel whose blocks wait for one another must be launched with one block. Inside a
 // block every CUDA thread is a fiber: a stack of its own, switched to by hand. A fiber runs until it meets a barrier or a
 // warp collective and then yields to the next one, in ascending thread order, or descending where the launch says so (a
-// missing barrier often shows in one order only). The blocks of a cluster run together. There are no races and no asynchronous
-// copies here, but bytes are counted where a barrier expects them: compute-sanitizer
-// on a GPU looks for those.
+// missing barrier often shows in one order only). There are no races and no asynchronous copies here, but
+// bytes are counted where a barrier expects them; compute-sanitizer on a GPU looks for the rest.
 //
 // Not thread-safe. One translation unit a shared library. x86-64 only.
 #pragma once
@@ -35,8 +34,6 @@ struct Fiber {
   void* stack_pointer = nullptr;  // valid while the fiber is switched out
   Dim3 thread_idx;
   int linear_index = 0;           // x + block.x * (y + block.y * z)
-  int rank = 0;                   // of its block in the cluster
-  unsigned cluster_generation = 0;
   bool done = false;              // the kernel function has returned
 };
 
@@ -54,22 +51,17 @@ struct Warp {
   alignas(16) char out[WARP_SIZE][MAX_LANE_BYTES];
 };
 
-constexpr int MOST_BLOCKS = 2;                // of a cluster, which run together
-
-inline Dim3 block_idx;                        // of the fiber that runs now, as dynamic_smem
+inline Dim3 block_idx;
 inline Dim3 block_dim;
 inline Dim3 grid_dim;
 
-inline std::vector<Fiber> fibers;             // of the block or cluster in progress, block after block, by linear index
+inline std::vector<Fiber> fibers;             // of the block in progress, by linear index
 inline std::vector<Warp> warps;
 inline int current = 0;                       // the fiber that runs now
 inline int live = 0;                          // fibers that have not returned yet
-inline int live_of[MOST_BLOCKS];              // the same of each block
 inline void* launcher_stack_pointer = nullptr;
 inline std::function<void()>* kernel_body = nullptr;
-inline char* dynamic_smem = nullptr;          // the block's dynamic shared memory
-inline char* smem_of[MOST_BLOCKS];            // of each block of the cluster
-inline int cluster = 1;                       // blocks of a cluster, neighbours in x; set before a launch, back to 1 after it
+inline char* dynamic_smem = nullptr;          // the launch's dynamic shared memory
 
 inline bool descending = false;               // the order in which fibers take turns
 
@@ -77,9 +69,10 @@ struct NamedBarrier {
   unsigned generation = 0;
   int arrived = 0;
 };
-inline NamedBarrier named_barriers[MOST_BLOCKS][16];
-inline NamedBarrier block_barriers[MOST_BLOCKS];  // __syncthreads
-inline NamedBarrier cluster_barrier_state;
+inline NamedBarrier named_barriers[16];
+
+inline unsigned barrier_generation = 0;       // counts completed __syncthreads
+inline unsigned barrier_arrived = 0;
 
 // ---------------------------------------------------------------- fibers
 
@@ -126,8 +119,6 @@ inline int next_live_fiber(int from) {
 inline void switch_to(int next) {
   const int previous = current;
   current = next;
-  block_idx.x += fibers[next].rank - fibers[previous].rank;
-  dynamic_smem = smem_of[fibers[next].rank];
   kcpu_switch(&fibers[previous].stack_pointer, fibers[next].stack_pointer);
 }
 
@@ -141,7 +132,6 @@ inline void fiber_main() {
   (*kernel_body)();
   fibers[current].done = true;
   live--;
-  live_of[fibers[current].rank]--;
   if (live == 0) kcpu_switch(&fibers[current].stack_pointer, launcher_stack_pointer);
   switch_to(next_live_fiber(current));
   std::abort();
@@ -159,43 +149,23 @@ inline void* fresh_stack(char* bottom) {
 // ---------------------------------------------------------------- rendezvous
 
 inline void syncthreads() {
-  const int rank = fibers[current].rank;
-  NamedBarrier& b = block_barriers[rank];
-  const unsigned generation = b.generation;
-  if (++b.arrived >= live_of[rank]) {
-    b.arrived = 0;
-    b.generation++;
+  const unsigned generation = barrier_generation;
+  barrier_arrived++;
+  if ((int)barrier_arrived >= live) {
+    barrier_arrived = 0;
+    barrier_generation++;
     return;
   }
   long spins = 0;
-  while (b.generation == generation) {
+  while (barrier_generation == generation) {
     yield();
     if (++spins > SPIN_LIMIT) deadlock("__syncthreads");
   }
 }
 
-// All threads of the cluster that have not returned arrive, then wait for one another.
-inline void cluster_arrive() {
-  fibers[current].cluster_generation = cluster_barrier_state.generation;
-  cluster_barrier_state.arrived++;
-}
-inline void cluster_wait() {
-  NamedBarrier& b = cluster_barrier_state;
-  long spins = 0;
-  while (b.generation == fibers[current].cluster_generation) {
-    if (b.arrived >= live) {
-      b.arrived = 0;
-      b.generation++;
-      return;
-    }
-    yield();
-    if (++spins > SPIN_LIMIT) deadlock("a cluster's barrier");
-  }
-}
-
 // `count` threads that name the same barrier meet.
 inline void named_barrier(int id, int count) {
-  NamedBarrier& b = named_barriers[fibers[current].rank][id];
+  NamedBarrier& b = named_barriers[id];
   const unsigned generation = b.generation;
   if (++b.arrived == count) {
     b.arrived = 0;
@@ -273,7 +243,7 @@ inline void warp_rendezvous(Warp& warp, unsigned warp_size, OnLast on_last) {
 // from warp.in, and every lane takes `out_bytes`. All lanes of the warp must take part.
 template <class Combine>
 inline void warp_collective(const void* in, int in_bytes, void* out, int out_bytes, Combine combine) {
-  const int linear_index = current;           // a cluster's blocks are whole warps
+  const int linear_index = fibers[current].linear_index;
   const int lane = linear_index % WARP_SIZE;
   const int first_thread = linear_index - lane;
   const unsigned warp_size = std::min<int>(WARP_SIZE, (int)fibers.size() - first_thread);
@@ -287,34 +257,26 @@ inline void warp_collective(const void* in, int in_bytes, void* out, int out_byt
 
 // ---------------------------------------------------------------- launch
 
-inline void run_cluster(Dim3 index, std::vector<char>& stacks, size_t smem_bytes) {
-  const int threads = (int)fibers.size() / cluster;
+inline void run_block(Dim3 index, std::vector<char>& stacks, size_t smem_bytes) {
   block_idx = index;
   live = (int)fibers.size();
-  cluster_barrier_state = {};
-  for (int rank = 0; rank < cluster; rank++) {
-    live_of[rank] = threads;
-    block_barriers[rank] = {};
-    for (NamedBarrier& b : named_barriers[rank]) b = {};
-    memset(smem_of[rank], 0xff, smem_bytes);  // all ones is NaN in fp32, bf16 and fp16: reading before writing shows
-  }
-  for (unsigned f = 0; f < fibers.size(); f++) {
-    Fiber& fiber = fibers[f];
-    const unsigned i = f % threads;
+  barrier_arrived = 0;
+  memset(dynamic_smem, 0xff, smem_bytes);     // all ones is NaN in fp32, bf16 and fp16: reading before writing shows
+  for (unsigned i = 0; i < fibers.size(); i++) {
+    Fiber& fiber = fibers[i];
     fiber.linear_index = (int)i;
-    fiber.rank = (int)f / threads;
     fiber.thread_idx = {i % block_dim.x, (i / block_dim.x) % block_dim.y, i / (block_dim.x * block_dim.y)};
     fiber.done = false;
-    fiber.stack_pointer = fresh_stack(&stacks[(size_t)f * STACK_BYTES]);
+    fiber.stack_pointer = fresh_stack(&stacks[(size_t)i * STACK_BYTES]);
   }
+  for (NamedBarrier& b : named_barriers) b = {};
   current = 0;
-  dynamic_smem = smem_of[0];
   kcpu_switch(&launcher_stack_pointer, fibers[0].stack_pointer);  // comes back when the last fiber has returned
 }
 
 // Runs body() once for every thread of the grid; `body` is a lambda that calls the kernel with its arguments.
 inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void()> body) {
-  const size_t threads = (size_t)block.x * block.y * block.z * cluster;
+  const size_t threads = (size_t)block.x * block.y * block.z;
   grid_dim = grid;
   block_dim = block;
   kernel_body = &body;
@@ -322,15 +284,12 @@ inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void(
   warps.assign((threads + WARP_SIZE - 1) / WARP_SIZE, Warp{});
 
   std::vector<char> stacks(threads * STACK_BYTES);
-  std::vector<char> smem((smem_bytes + SMEM_ALIGNMENT) / SMEM_ALIGNMENT * SMEM_ALIGNMENT * cluster + SMEM_ALIGNMENT);
-  for (int rank = 0; rank < cluster; rank++) {
-    char* own = smem.data() + (smem_bytes + SMEM_ALIGNMENT) / SMEM_ALIGNMENT * SMEM_ALIGNMENT * rank;
-    smem_of[rank] = (char*)(((uintptr_t)own + SMEM_ALIGNMENT - 1) & ~(uintptr_t)(SMEM_ALIGNMENT - 1));
-  }
+  std::vector<char> smem(smem_bytes + SMEM_ALIGNMENT);
+  dynamic_smem = (char*)(((uintptr_t)smem.data() + SMEM_ALIGNMENT - 1) & ~(uintptr_t)(SMEM_ALIGNMENT - 1));
 
   for (unsigned z = 0; z < grid.z; z++) {
     for (unsigned y = 0; y < grid.y; y++) {
-      for (unsigned x = 0; x < grid.x; x += cluster) run_cluster({x, y, z}, stacks, smem_bytes);
+      for (unsigned x = 0; x < grid.x; x++) run_block({x, y, z}, stacks, smem_bytes);
     }
   }
 }

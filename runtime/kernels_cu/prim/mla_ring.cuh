@@ -30,8 +30,9 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
   const int pieces = kTile / p.box_keys, batch = 32 / pieces;     // copies a box: 1, 2 or 4; tiles a look-up
   Cursor at{0, 1};
   uint32_t q_phase = 1;
+  Item it = p.items[blockIdx.x];                            // asked for beside the count: the list has as many places as there are blocks
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
-    const Item it = p.items[i];
+    if (i >= (int)gridDim.x) it = p.items[i];
     if (!it.tiles) continue;
     const uint64_t policy = it.stride > 1 ? again : once;
     auto look_up = [&](int tile) { return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys); };
