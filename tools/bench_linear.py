@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Times the bf16 products of Kimi K2.6: the skinny kernel to 16 rows, cuBLASLt at any number.
+"""Times the bf16 products of Kimi K2.6: the skinny kernel to 16 rows, the streaming one to 64, cuBLASLt at any number.
 
     python tools/bench_linear.py                                     # every shape, the configuration that would be used
     python tools/bench_linear.py --tune --json tools/results/linear_h200.jsonl
     python tools/bench_linear.py --shapes qkv_a,o --m 1,16,64        # some of them
+    python tools/bench_linear.py --tune --kernels stream             # tunes one kernel, times it and cuBLASLt
 
 A product is checked against float64 first; a wrong one gets no time. Timed is a CUDA graph of calls over different weights, 192 MB
-of them or more, so that L2 (60 MB) is cold; us is the median of the replays divided by the calls. Share = floor / us: weights,
-rows and results once at the best read rate of the same run, or 2 M N K at the card's product rate, whichever is longer.
---tune times every candidate of the kernel and writes the best one for all M into tuned/<gpu>.json.
-Without a GPU it says so and prints the predicted times of the kernel.
+of them or more, so that L2 (60 MB) is cold, and eight or more where they fit 2.7 GB, as in a step; us is the median of the replays
+divided by the calls. Share = floor / us: weights, rows and results once at the best read rate of the same run, or 2 M N K at the
+card's product rate, whichever is longer.
+--tune times every candidate of the kernels and writes the best of each for all M into tuned/<gpu>.json.
+Without a GPU it says so and prints the predicted times of the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +33,21 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.cost import Cost
 from runtime.hw import find_hardware
-from runtime.kernels_cu import linear_skinny
+from runtime.kernels_cu import linear_skinny, linear_stream
 from runtime.kernels_cu._build import build
-from runtime.kernels_cu.linear_choice import choose_config, source_digest, tuned_key
+from runtime.kernels_cu.linear_choice import choose_config, choose_stream, source_digest, tuned_key
 from runtime.kernels_cu.linear_lt import describe
-from runtime.kernels_cu.linear_skinny import MOST_ROWS, Config, Dims, candidates, predict_us, workspace_bytes
+from runtime.kernels_cu.linear_skinny import Dims
 from tools.bench_moe import has_gpu, provenance
 from tools.tune import write_tuned
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 1024)
-TUNE_ROWS = (16, 8, 1)
+FAMILIES: dict[str, Any] = {"skinny": linear_skinny, "stream": linear_stream}
+CHOOSE: dict[str, Any] = {"skinny": choose_config, "stream": choose_stream}
+TUNE_ROWS = {"skinny": (16, 8, 1), "stream": (16, 8, 1, 32, 64)}  # all candidates at the first, finalists at the others
 ENTRANTS = 60  # candidates timed, likeliest first: some 20 ms each
 FINALISTS = 6  # of the candidates at 16 rows, timed at fewer too
-COLD_BYTES, POOL_BYTES = 192 << 20, 5 << 29
+COLD_BYTES, POOL_BYTES, LEAST_CALLS = 192 << 20, 5 << 29, 8
 MAX_ERROR = {False: 4e-3, True: 1e-4}  # relative L2 of sampled results; rounding to bf16 alone gives 1.7e-3
 Run = Callable[[int], None]
 
@@ -96,7 +101,7 @@ class Case:
 
         self.cp, self.device, self.pool, self.shape, self.dims = cp, device, pool, shape, shape.dims(m)
         step = -(-shape.weight_bytes // 256) * 256
-        self.calls = max(1, min(48, COLD_BYTES // step + 1, pool.nbytes // step))
+        self.calls = max(1, min(48, max(LEAST_CALLS, COLD_BYTES // step + 1), pool.nbytes // step))
         self.weights = [int(pool.data.ptr) + i * step for i in range(self.calls)]
         if self.calls == 1 and shape.weight_bytes > pool.nbytes:
             raise ValueError(f"{shape}: {shape.weight_bytes} bytes of weights, the pool holds {pool.nbytes}")
@@ -106,20 +111,26 @@ class Case:
         self.out = cp.zeros((m, self.dims.out_row), cp.float32 if shape.float_out else cp.uint16)
         self.room: dict[str, Any] = {}
 
-    def skinny(self, config: Config) -> list[Run]:
-        config = replace(config, columns=8 if self.dims.M <= 8 else 16)
-        self.room = {name: self.cp.zeros(size, self.cp.uint8) for name, size in workspace_bytes(self.dims, config).items()}
-        functions = self.device.functions(linear_skinny.SOURCE, config.defines(), linear_skinny.ENTRIES)
-        at = {name: int(a.data.ptr) for name, a in self.room.items()} | {"x": int(self.x.data.ptr), "out": int(self.out.data.ptr), "seq": 0}
-        calls = [linear_skinny.call(config, self.dims, at | {"w": w}, self.shape.float_out) for w in self.weights]
+    def kernel(self, name: str, config: Any) -> list[Run]:
+        """Launches of a kernel of FAMILIES."""
+        family = FAMILIES[name]
+        config = family.widened(config, self.dims.M)
+        self.room = {field: self.cp.zeros(size, self.cp.uint8) for field, size in family.workspace_bytes(self.dims, config).items()}
+        functions = self.device.functions(family.SOURCE, config.defines(), family.ENTRIES)
+        at = {field: int(a.data.ptr) for field, a in self.room.items()} | {
+            "x": int(self.x.data.ptr),
+            "out": int(self.out.data.ptr),
+            "seq": 0,
+        }
+        calls = [family.call(config, self.dims, at | {"w": w}, self.shape.float_out) for w in self.weights]
         return [self.device.prepare(call, functions).run for call in calls]
 
     def library(self, invariant: bool = False) -> tuple[list[Run], str]:
         d = self.dims
         strides = {"x_row": d.x_row, "out_row": d.out_row, "heads": d.heads, "x_head": d.x_head, "out_head": d.out_head}
-        product = describe(d.M, d.N, d.K, **strides, float_out=self.shape.float_out)
+        described = describe(d.M, d.N, d.K, **strides, float_out=self.shape.float_out)
         x, out = int(self.x.data.ptr), int(self.out.data.ptr)
-        made = [self.device.multiply(product, w, x, out, invariant=invariant) for w in self.weights]
+        made = [self.device.multiply(described, w, x, out, invariant=invariant) for w in self.weights]
         return [one.run for one in made], str(made[0])
 
     def error(self, runs: Sequence[Run]) -> float:
@@ -151,39 +162,44 @@ def as_float(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def compiles(job: tuple[dict[str, int], str]) -> str:
+def compiles(job: tuple[str, dict[str, int], str]) -> str:
     """Fills the cubin cache; the reason if a candidate can not be used."""
     try:
-        build(linear_skinny.SOURCE, *job)
+        build(*job)
     except Exception as problem:
         return f"{type(problem).__name__}: {str(problem)[:160]}"
     return ""
 
 
-def usable(shapes: Sequence[Shape], arch: str) -> set[tuple[tuple[str, int], ...]]:
+def builds_of(kernel: str, config: Any) -> list[tuple[tuple[str, int], ...]]:
+    """Constants of a configuration at each M that tuning times."""
+    return [tuple(FAMILIES[kernel].widened(config, m).defines().items()) for m in TUNE_ROWS[kernel]]
+
+
+def usable(kernel: str, shapes: Sequence[Shape], arch: str) -> set[tuple[tuple[str, int], ...]]:
     """Builds of all candidates that compile, on all cores."""
-    wanted = {tuple(replace(c, columns=n).defines().items()) for s in shapes for c in candidates(s.dims(MOST_ROWS), arch) for n in (8, 16)}
-    builds = sorted(wanted)
+    family = FAMILIES[kernel]
+    builds = sorted({b for s in shapes for c in family.candidates(s.dims(TUNE_ROWS[kernel][0]), arch) for b in builds_of(kernel, c)})
     with ProcessPoolExecutor() as pool:
-        reasons = list(pool.map(compiles, [(dict(b), arch) for b in builds]))
+        reasons = list(pool.map(compiles, [(family.SOURCE, dict(b), arch) for b in builds]))
     for one, reason in zip(builds, reasons, strict=True):
         if reason:
-            print(f"left out {dict(one)}: {reason}", flush=True)
+            print(f"left out {kernel} {dict(one)}: {reason}", flush=True)
     return {one for one, reason in zip(builds, reasons, strict=True) if not reason}
 
 
-def tune(device: Any, pool: Any, shape: Shape, built: set[Any], seconds: float) -> tuple[Config, dict[int, float]]:
-    """The candidate of the least time summed over TUNE_ROWS, each relative to the best there; and its times."""
-    times: dict[Config, dict[int, float]] = {}
-    dims, hw = shape.dims(MOST_ROWS), find_hardware("h200")
-    fitting = [
-        c for c in candidates(dims, device.arch) if all(tuple(replace(c, columns=n).defines().items()) in built for n in (8, 16))
-    ]  # fmt: skip
-    entered = sorted(fitting, key=lambda c: predict_us(dims, c, hw, device.sms, device.arch))[:ENTRANTS]
-    for m in TUNE_ROWS:
+def tune(device: Any, pool: Any, shape: Shape, kernel: str, built: set[Any], seconds: float) -> dict[str, Any]:
+    """The tuned entry of the candidate with the least time summed over TUNE_ROWS, each relative to the best there."""
+    times: dict[Any, dict[int, float]] = {}
+    rows, family, hw = TUNE_ROWS[kernel], FAMILIES[kernel], find_hardware("h200")
+    dims = shape.dims(rows[0])
+    fitting = [c for c in family.candidates(dims, device.arch) if built.issuperset(builds_of(kernel, c))]
+    entered = sorted(fitting, key=lambda c: family.predict_us(dims, c, hw, device.sms, device.arch))[:ENTRANTS]
+    library = {}
+    for m in rows:
         case = Case(device, pool, shape, m)
         for config in entered:
-            runs = case.skinny(config)
+            runs = case.kernel(kernel, config)
             error = case.error(runs)
             if error < MAX_ERROR[shape.float_out]:
                 times.setdefault(config, {})[m] = case.time_us(runs, seconds)
@@ -191,10 +207,28 @@ def tune(device: Any, pool: Any, shape: Shape, built: set[Any], seconds: float) 
                 print(f"  {shape.name} M {m}: {config} WRONG, relative error {error:.2e}", flush=True)
         entered = sorted((c for c in entered if m in times.get(c, {})), key=lambda c: times[c][m])[:FINALISTS]
         if not entered:
-            raise RuntimeError(f"{shape}: no candidate was right at M = {m}")
-    best = {m: min(times[c][m] for c in entered) for m in TUNE_ROWS}
-    chosen = min(entered, key=lambda c: sum(times[c][m] / best[m] for m in TUNE_ROWS))
-    return chosen, times[chosen]
+            raise RuntimeError(f"{shape}: no candidate of {kernel} was right at M = {m}")
+        library[m] = case.time_us(case.library()[0], seconds)
+    best = {m: min(times[c][m] for c in entered) for m in rows}
+    chosen = min(entered, key=lambda c: sum(times[c][m] / best[m] for m in rows))
+    us, library_us = ({str(m): round(found[m], 2) for m in sorted(rows)} for found in (times[chosen], library))
+    return {"config": asdict(chosen), "us": us, "library_us": library_us, "src": source_digest(kernel)}
+
+
+def configured(options: argparse.Namespace, device: Any, pool: Any, shape: Shape, built: dict[str, set[Any]]) -> dict[str, tuple[Any, str]]:
+    """Of each kernel that takes the shape here the configuration that is timed at all M, and why it."""
+    found = {}
+    for kernel in options.kernels:
+        if not FAMILIES[kernel].candidates(shape.dims(1), device.arch):
+            continue
+        config, why = CHOOSE[kernel](shape.dims(1), device.gpu, device.arch)
+        if options.tune:
+            entry = tune(device, pool, shape, kernel, built[kernel], options.seconds)
+            config, why = type(config)(**entry["config"]), "tuned now"
+            path = options.tuned or ROOT / "runtime/kernels_cu/tuned" / f"{device.gpu}.json"
+            write_tuned(path, {tuned_key(shape.dims(1), kernel): entry})
+        found[kernel] = config, why
+    return found
 
 
 def measure(options: argparse.Namespace, shapes: Sequence[Shape], rows: Sequence[int]) -> None:
@@ -206,32 +240,20 @@ def measure(options: argparse.Namespace, shapes: Sequence[Shape], rows: Sequence
     rig, device = Rig(), CupyDevice()
     read_bps, hw = rig.read_bps(), find_hardware("h200")
     pool = rig.normal(POOL_BYTES // 2048, 1024, 5)
-    source = provenance(options.commit) | {"src": source_digest()}
+    source = provenance(options.commit)
     print(f"{source['gpu']}, best read rate {read_bps * 1e-12:.3f} TB/s, products at {hw.tensor_flops * 1e-12:.0f} TFLOP/s ({hw.source})")
-    built = usable(shapes, device.arch) if options.tune else set()
+    built = {kernel: usable(kernel, shapes, device.arch) for kernel in options.kernels if options.tune}
     print(HEADER, flush=True)
     for shape in shapes:
-        config, why = choose_config(shape.dims(1), device.gpu, device.arch)
-        if options.tune:
-            config, times = tune(device, pool, shape, built, options.seconds)
-            why = "tuned now"
-            library = {m: Case(device, pool, shape, m).library() for m in TUNE_ROWS}
-            entry = {
-                "config": asdict(config),
-                "us": {str(m): round(us, 2) for m, us in times.items()},
-                "library_us": {
-                    str(m): round(Case(device, pool, shape, m).time_us(runs, options.seconds), 2) for m, runs in library.items()
-                },
-                "src": source_digest(),
-            }
-            write_tuned(options.tuned or ROOT / "runtime/kernels_cu/tuned" / f"{device.gpu}.json", {tuned_key(shape.dims(1)): entry})
+        kernels = configured(options, device, pool, shape, built)
         for m in rows:
             case = Case(device, pool, shape, m)
             runs: dict[str, tuple[list[Run], str]] = {"cublasLt": case.library()}
             if options.invariant:
                 runs["cublasLt invariant"] = case.library(invariant=True)
-            if m <= MOST_ROWS:
-                runs["skinny"] = (case.skinny(config), f"{describe_config(config)} {why}")
+            for kernel, (config, why) in kernels.items():
+                if m <= FAMILIES[kernel].MOST_ROWS:
+                    runs[kernel] = (case.kernel(kernel, config), f"{describe_config(FAMILIES[kernel].widened(config, m))} {why}")
             for kernel, (launches, note) in runs.items():
                 error = case.error(launches)
                 if not error < MAX_ERROR[shape.float_out]:
@@ -244,6 +266,7 @@ def measure(options: argparse.Namespace, shapes: Sequence[Shape], rows: Sequence
                     "schema": 1, **asdict(shape), "M": m, "kernel": kernel, "us": round(us, 2), "floor_us": round(floor_us, 2),
                     "share": round(floor_us / us, 4), "tb_s": round(cost.bytes / us * 1e-6, 3), "tflops": round(cost.flops / us * 1e-6, 1),
                     "read_tb_s": round(read_bps * 1e-12, 3), "error": float(f"{error:.2e}"), "calls": case.calls, "config": note, **source,
+                    "src": source_digest(kernel) if kernel in FAMILIES else "",
                 })  # fmt: skip
         cp.get_default_memory_pool().free_all_blocks()
 
@@ -259,7 +282,9 @@ def table_line(shape: Shape, m: int, kernel: str, us: float, floor_us: float, re
     )
 
 
-def describe_config(c: Config) -> str:
+def describe_config(c: Any) -> str:
+    if isinstance(c, linear_stream.Config):
+        return f"g{c.groups} t{c.tall} s{c.slots} b{c.blocks}"
     return f"n{c.wn} k{c.wk} d{c.depth}{f' s{c.splits}' if c.splits > 1 else ''}"
 
 
@@ -270,15 +295,15 @@ def record(path: Path | None, row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def predict(shapes: Sequence[Shape], rows: Sequence[int]) -> None:
+def predict(kernels: Sequence[str], shapes: Sequence[Shape], rows: Sequence[int]) -> None:
     hw = find_hardware("h200")
-    print(f"no CUDA device here: PREDICTED times of the kernel for one H200 ({hw.read_bps * 1e-12:.2f} TB/s); nothing was run\n{HEADER}")
-    for shape in shapes:
-        for m in [m for m in rows if m <= MOST_ROWS]:
+    print(f"no CUDA device here: PREDICTED times of the kernels for one H200 ({hw.read_bps * 1e-12:.2f} TB/s); nothing was run\n{HEADER}")
+    for shape, m, kernel in product(shapes, rows, kernels):
+        if m <= FAMILIES[kernel].MOST_ROWS:
             dims = shape.dims(m)
-            config, why = choose_config(dims, "h200", hw=hw)
-            us, floor_us = predict_us(dims, config, hw), shape.cost(m).floor_us(hw)
-            print(table_line(shape, m, "skinny predicted", us, floor_us, hw.read_bps, f"{describe_config(config)} {why}"))
+            config, why = CHOOSE[kernel](dims, "h200", hw=hw)
+            us, floor_us = FAMILIES[kernel].predict_us(dims, config, hw), shape.cost(m).floor_us(hw)
+            print(table_line(shape, m, f"{kernel} predicted", us, floor_us, hw.read_bps, f"{describe_config(config)} {why}"))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -287,7 +312,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default=",".join(names), help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--tp", default="1,8", help="tensor-parallel sizes whose shards are timed, of 1 and 8 (default: both)")
     parser.add_argument("--m", default=",".join(map(str, ROWS)), help="row counts, comma-separated")
-    parser.add_argument("--tune", action="store_true", help="time every candidate of the kernel first and write the best into --tuned")
+    parser.add_argument("--kernels", default="skinny,stream", help="of skinny, stream (default: both), beside cuBLASLt")
+    parser.add_argument("--tune", action="store_true", help="time every candidate of the kernels first and write the best into --tuned")
     parser.add_argument("--tuned", type=Path, help="default: the package's tuned/<gpu>.json")
     parser.add_argument("--invariant", action="store_true", help="time the library's one algorithm for all M, too")
     parser.add_argument("--seconds", type=float, default=0.01, help="timing budget of a product, at least five replays (default 0.01)")
@@ -297,11 +323,14 @@ def main(arguments: list[str] | None = None) -> None:
     wanted, tps = set(options.shapes.split(",")), {int(tp) for tp in options.tp.split(",")}
     if unknown := sorted(wanted - set(names)):
         parser.error(f"--shapes {', '.join(unknown)}: known are {', '.join(names)}")
+    options.kernels = options.kernels.split(",") if options.kernels else []
+    if unknown := sorted(set(options.kernels) - set(FAMILIES)):
+        parser.error(f"--kernels {', '.join(unknown)}: known are {', '.join(FAMILIES)}")
     shapes, rows = [s for s in kimi_shapes() if s.name in wanted and s.tp in tps], [int(m) for m in options.m.split(",")]
     if has_gpu():
         measure(options, shapes, rows)
     else:
-        predict(shapes, rows)
+        predict(options.kernels, shapes, rows)
 
 
 if __name__ == "__main__":

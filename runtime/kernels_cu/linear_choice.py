@@ -1,46 +1,79 @@
 """Which kernel and configuration a product of few rows gets: tuned where measured (tools/bench_linear.py), the predicted best elsewhere.
 
-One choice for all M of an (N, K, heads), but for the columns that M needs: a row has the same bits in every bucket.
+One configuration for all M of an (N, K, heads), but for the columns that M needs: a kernel gives a row the same bits in every bucket.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from runtime.hw import HARDWARE, Hardware
+from runtime.kernels_cu import linear_skinny, linear_stream
 from runtime.kernels_cu._build import include_closure, read_source
-from runtime.kernels_cu.linear_skinny import MOST_ROWS, SOURCE, Config, Dims, default_config
+from runtime.kernels_cu.linear_skinny import Dims
 from runtime.kernels_cu.moe_choice import read_tuned
 
-
-def tuned_key(dims: Dims) -> str:
-    """Name of a tuned entry: the shape without M and strides, which do not matter to the choice."""
-    return f"linear_skinny N={dims.N} K={dims.K} heads={dims.heads}"
+SOURCES = {"skinny": linear_skinny.SOURCE, "stream": linear_stream.SOURCE}
 
 
-def source_digest() -> str:
+def tuned_key(dims: Dims, kernel: str = "skinny") -> str:
+    """Name of a tuned entry: the shape without M and strides, which do not matter to the choice. kernel: of SOURCES."""
+    return f"linear_{kernel} N={dims.N} K={dims.K} heads={dims.heads}"
+
+
+def source_digest(kernel: str = "skinny") -> str:
     """Twelve hex digits of everything that the kernel is compiled from."""
-    parts = [read_source(SOURCE), *(text for _, text in sorted(include_closure(SOURCE).items()))]
+    source = SOURCES[kernel]
+    parts = [read_source(source), *(text for _, text in sorted(include_closure(source).items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def choose_config(dims: Dims, gpu: str = "", arch: str = "sm_90a", hw: Hardware = HARDWARE["h200"]) -> tuple[Config, str]:
-    """(configuration, why): the tuned entry of the shape if it fits at 16 rows, else `default_config`."""
+def choose_config(dims: Dims, gpu: str = "", arch: str = "sm_90a", hw: Hardware = HARDWARE["h200"]) -> tuple[linear_skinny.Config, str]:
+    """(configuration of linear_skinny, why): the tuned entry of the shape if it fits at 16 rows, else `default_config`."""
     entry = read_tuned(gpu).get(tuned_key(dims))
     if entry:
-        config = Config(**entry["config"])
-        if config.fits(replace(dims, M=MOST_ROWS), arch):
-            stale = "" if entry["src"] == source_digest() else ", measured on another version of the kernel"
-            return replace(config, columns=8 if dims.M <= 8 else 16), f"tuned/{gpu}.json{stale}"
-    return default_config(dims, hw, arch), "default"
+        config = linear_skinny.Config(**entry["config"])
+        if config.fits(replace(dims, M=linear_skinny.MOST_ROWS), arch):
+            return linear_skinny.widened(config, dims.M), _source(entry, "skinny", gpu)
+    return linear_skinny.default_config(dims, hw, arch), "default"
 
 
-def library_is_faster(dims: Dims, gpu: str) -> bool:
-    """Whether cuBLASLt was faster where both were timed, at the measured M that is the next above; without a record, the kernel's turn."""
-    entry = read_tuned(gpu).get(tuned_key(dims), {})
-    ours, theirs = entry.get("us", {}), entry.get("library_us", {})
-    for m in sorted(int(m) for m in ours if m in theirs):
-        if m >= dims.M:
-            return float(theirs[str(m)]) < float(ours[str(m)])
-    return False
+def choose_stream(
+    dims: Dims, gpu: str = "", arch: str = "sm_90a", hw: Hardware = HARDWARE["h200"], sms: int = linear_stream.SMS
+) -> tuple[linear_stream.Config, str]:
+    """The same for linear_stream. Raises ValueError where that takes no such product."""
+    entry = read_tuned(gpu).get(tuned_key(dims, "stream"))
+    if entry:
+        config = linear_stream.widened(linear_stream.Config(**entry["config"]), dims.M)
+        if config.fits(dims, arch):
+            return config, _source(entry, "stream", gpu)
+    return linear_stream.default_config(dims, hw, arch, sms), "default"
+
+
+def _source(entry: Mapping[str, Any], kernel: str, gpu: str) -> str:
+    return f"tuned/{gpu}.json{'' if entry['src'] == source_digest(kernel) else ', measured on another version of the kernel'}"
+
+
+def fastest(dims: Dims, gpu: str, arch: str = "sm_90a") -> str:
+    """skinny, stream or library (cuBLASLt): of those that take the product and were timed, the fastest at the measured M that is the next
+    above. What no record names has no turn, but for `skinny`, which goes first where nothing else was timed along with it."""
+    tuned = read_tuned(gpu)
+    skinny, stream = tuned.get(tuned_key(dims), {}), tuned.get(tuned_key(dims, "stream"), {})
+    us = {"library": _us_at(stream, "library_us", dims.M) or _us_at(skinny, "library_us", dims.M)}
+    if linear_skinny.takes(dims):
+        us["skinny"] = _us_at(skinny, "us", dims.M)
+    if linear_stream.takes(dims, arch):
+        us["stream"] = _us_at(stream, "us", dims.M)
+    timed = {kernel: time for kernel, time in us.items() if time}
+    if "skinny" in us and (not timed or ("skinny" not in timed and "stream" not in timed)):
+        return "skinny"
+    return min(timed, key=lambda kernel: timed[kernel], default="library")
+
+
+def _us_at(entry: Mapping[str, Any], times: str, m: int) -> float:
+    """Microseconds at the smallest measured M from `m` on; 0 where none was."""
+    found = {int(measured): float(us) for measured, us in entry.get(times, {}).items() if int(measured) >= m}
+    return found[min(found)] if found else 0.0

@@ -172,8 +172,17 @@ def default_config(dims: Dims, hw: Hardware, arch: str = "sm_90a") -> Config:
     found = candidates(most, arch)
     if not found:
         raise ValueError(f"linear_skinny: no configuration fits {most} on {arch}; K = {dims.K} may be too long for 16 splits")
-    best = min(found, key=lambda config: predict_us(most, config, hw, arch=arch))
-    return replace(best, columns=8 if dims.M <= 8 else 16)
+    return widened(min(found, key=lambda config: predict_us(most, config, hw, arch=arch)), dims.M)
+
+
+def widened(config: Config, m: int) -> Config:
+    """The same configuration with the columns that M rows need."""
+    return replace(config, columns=8 if m <= 8 else 16)
+
+
+def takes(dims: Dims) -> bool:
+    """Whether it is for this kernel: few rows, and sizes that need no padding (a router of 8 experts would)."""
+    return dims.M <= MOST_ROWS and dims.N % FRAG_ROWS == 0 and dims.K % CHUNK == 0
 
 
 def call(config: Config, dims: Dims, at: Mapping[str, int], float_out: bool = False) -> Call:

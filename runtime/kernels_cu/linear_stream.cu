@@ -9,10 +9,12 @@
 // All blocks stream as many boxes, to within one; a tile whose boxes two blocks share is cut. Sums of cut tiles go to `part`;
 // whoever comes last to a tile adds them in the order of k, its own among them, so a result does not depend on who that was.
 // A block does the end of a tile first and the start of another last: when it comes to that, the neighbour that had the tile's
-// end has long finished, and the sum need not be written.
+// end has often finished, and the sum need not be written. A grid that divides the tiles cuts none.
 //
 // The ring is filled before the kernel waits for its predecessor (programmatic dependent launch): weights do not depend on it.
-// With two blocks an SM the next product's weights arrive while this one's last sums are added up.
+// Its successor may start when the last box has been asked for, not before: what has a ring of its own, in the other half of shared
+// memory, then fills it while this one's last boxes arrive, are summed and stored; started early, it would have filled it long since,
+// and memory would rest meanwhile.
 //
 // Inequality at N = K = 7168: 102.8 MB of weights, 22.7 us at 4.52 TB/s. A slot of 128 rows has 16 KB of weights and 2 KB of x at 16
 // columns: one byte in nine comes from L2 a second time. In flight must be 4.52 TB/s * 1 us / 132 = 34 KB an SM.
@@ -29,8 +31,9 @@ static_assert(OCTETS >= 1 && OCTETS <= 9 && TALL >= 1 && GROUPS >= 1 && 64 * GRO
 static_assert(SLOTS >= 2 && SLOTS <= 32, "a lane asks for a slot's boxes");
 constexpr int kRows = 64 * GROUPS * TALL, kWeights = kRows * 128, kSlot = kWeights + OCTETS * 1024, kMultiply = 128 * GROUPS, kThreads = kMultiply + 32;
 constexpr int kFull = SLOTS * kSlot, kEmpty = kFull + 8 * SLOTS, kLast = kEmpty + 8 * SLOTS;
-constexpr int kBlocks = TALL * OCTETS > 8 ? 1 : 2;          // an SM's, for the registers that they leave each other
-constexpr int kPart = kMultiply * TALL * OCTETS * 4;          // numbers of a cut tile's sum
+constexpr int kUnits = TALL * OCTETS, kHeld = kUnits % 4 ? kUnits % 3 ? kUnits % 2 ? 1 : 2 : 3 : 4;  // fours of a thread's sum; added up at a time
+constexpr int kBlocks = kUnits > 4 || (kThreads > 300 && kUnits > 2) ? 1 : 2;                       // an SM's, for the registers that they have
+constexpr int kPart = kMultiply * kUnits * 4;             // numbers of a cut tile's sum
 
 // Not __restrict__: what a predecessor writes is no constant of this kernel, and such loads could move above pdl_wait.
 struct Params {
@@ -74,7 +77,6 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& weig
   int box = share.from + lane;
   if (box < end) ask_weights(box);
   pdl_wait();
-  pdl_trigger();
   if (box < end) ask_rows(box);
   uint32_t phase = 0;
   for (int first = share.from + SLOTS; first < share.to; first += SLOTS, phase ^= 1) {
@@ -87,6 +89,7 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& weig
       ask_rows(box);
     }
   }
+  pdl_trigger();
 }
 
 // What a warpgroup's thread holds: sum[t][n][i] is weight row t * 64 + 16 warp + g + i / 2 * 8 of the group's, column 8 n + 2 c + i % 2.
@@ -148,7 +151,7 @@ struct Product {
     if (named_any(1, kMultiply, load_acquire(counter) < last - first)) {
       float* own = part_of(blockIdx.x, tile);
 #pragma unroll
-      for (int u = 0; u < TALL * OCTETS; ++u)
+      for (int u = 0; u < kUnits; ++u)
 #pragma unroll
         for (int i = 0; i < 4; ++i) own[u * 4 * kMultiply + i] = sum[u / OCTETS][u % OCTETS][i];
       named_barrier(1, kMultiply);
@@ -161,23 +164,26 @@ struct Product {
       if (!lds_u32(base + kLast)) return false;
     }
     if (tid == 0) *counter = 0;
-    float total[TALL * OCTETS][4] = {};
+#pragma unroll
+    for (int u0 = 0; u0 < kUnits; u0 += kHeld) {
+      float total[kHeld][4] = {};
 #pragma unroll 2
-    for (int block = first; block <= last; ++block) {
-      const float* part = part_of(block, tile);
-      const bool own = block == (int)blockIdx.x;
-      uint4 v[TALL * OCTETS];
+      for (int block = first; block <= last; ++block) {
+        const float* part = part_of(block, tile);
+        const bool own = block == (int)blockIdx.x;
+        uint4 v[kHeld];
 #pragma unroll
-      for (int u = 0; u < TALL * OCTETS; ++u) v[u] = ldg128_cg(part + u * 4 * kMultiply);
+        for (int u = 0; u < kHeld; ++u) v[u] = ldg128_cg(part + (u0 + u) * 4 * kMultiply);
 #pragma unroll
-      for (int u = 0; u < TALL * OCTETS; ++u)
+        for (int u = 0; u < kHeld; ++u)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[u][i] += own ? sum[u / OCTETS][u % OCTETS][i] : __uint_as_float(comp(v[u], i));
+          for (int i = 0; i < 4; ++i) total[u][i] += own ? sum[(u0 + u) / OCTETS][(u0 + u) % OCTETS][i] : __uint_as_float(comp(v[u], i));
+      }
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[(u0 + u) / OCTETS][(u0 + u) % OCTETS][i] = total[u][i];
     }
-#pragma unroll
-    for (int u = 0; u < TALL * OCTETS; ++u)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[u / OCTETS][u % OCTETS][i] = total[u][i];
     return true;
   }
 

@@ -25,8 +25,9 @@ MOST_ROWS = 64
 COLUMNS = (8, 16, 24, 32, 48, 64)
 SMS = 132  # of an H100 or H200
 MAX_SMEM_BYTES, SM_SMEM_BYTES = 232_448, 233_472
-_LAUNCH_US, _MEET_US = 1.5, 2.5  # what a launch costs; sums of cut tiles, from the last product on. Estimates
-Map = Callable[[int, int, int, int, int], Any]  # address, rows, columns, bytes from row to row, rows of a box
+_LAUNCH_US, _MEET_US = 1.5, 2.5  # what a launch costs; sums of cut tiles, from the last product on. Estimates, as these:
+_SM_BPS, _FLIGHT_BYTES = 55e9, 36_000  # what an SM can take; what must be under way to each for the whole rate
+Describe = Callable[[int, int, int, int, int], Any]  # as tensor_map
 
 
 class Params(ctypes.Structure):
@@ -107,6 +108,11 @@ class Config:
         return True
 
 
+def takes(dims: Dims, arch: str = ARCH) -> bool:
+    """Whether it is for this kernel: rows that a build has columns for, inputs in whole boxes, the architecture."""
+    return arch == ARCH and dims.M <= MOST_ROWS and dims.K % STEP == 0 and dims.x_row % 8 == 0 and dims.x_head % 8 == 0
+
+
 def columns_for(m: int) -> int:
     """The narrowest build that takes M rows."""
     return next((n for n in COLUMNS if n >= m), COLUMNS[-1])
@@ -118,15 +124,25 @@ def workspace_bytes(dims: Dims, config: Config) -> dict[str, int]:
 
 
 def candidates(dims: Dims, arch: str = ARCH, sms: int = SMS) -> list[Config]:
-    """Legal configurations: boxes of 8 to 32 KB in rings of half an SM's shared memory or all of it, one or two blocks an SM."""
+    """Legal configurations: boxes of 8 to 32 KB in rings of a quarter to all of an SM's shared memory, one or two blocks an SM; all
+    SMs with tiles cut where it falls, or as many as make whole tiles or equal parts of one."""
     columns, found = columns_for(dims.M), []
     for groups, tall in ((1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (4, 1)):
-        for share in (3, 2, 1):
+        for share, times in ((2, 1), (1, 1), (2, 2), (4, 2)):
             slot = Config(columns, groups, tall).slot_bytes + 16
             slots = min(32, (min(MAX_SMEM_BYTES, SM_SMEM_BYTES // share - 1024) - 16) // slot)
-            for times in (1, 2) if share > 1 else (1,):
-                found.append(Config(columns, groups, tall, slots, times * sms))
+            if slots >= 3:
+                some = Config(columns, groups, tall, slots, times * sms)
+                found += [some, *(replace(some, blocks=n) for n in even_grids(dims, some, times * sms))]
     return [config for config in dict.fromkeys(found) if config.fits(dims, arch)]
+
+
+def even_grids(dims: Dims, config: Config, most: int) -> list[int]:
+    """The largest numbers of blocks to `most`, but not under its half, that give each block whole tiles or each tile equal blocks."""
+    tiles, steps = dims.heads * config.tiles(dims), dims.K // STEP
+    whole = (n for n in range(min(most, tiles), 0, -1) if tiles % n == 0)
+    equal = (tiles * parts for parts in range(most // tiles, 1, -1) if steps % parts == 0)
+    return [n for n in (next(whole, 0), next(equal, 0)) if 2 * n >= most and n != most]
 
 
 def work(dims: Dims, config: Config) -> Cost:
@@ -137,15 +153,17 @@ def work(dims: Dims, config: Config) -> Cost:
     return Cost(2.0 * config.columns * dims.heads * dims.N * dims.K, weights + x + cut, 2.0 * dims.M * dims.N * dims.heads + cut)
 
 
-def predict_us(dims: Dims, config: Config, hw: Hardware, sms: int = SMS) -> float:
-    """A launch, the boxes of the busiest SM at its share of bandwidth (a byte of x, from L2, at half a byte's time), the meeting of
-    cut tiles, which adds up one sum after the other."""
-    boxes, grid = config.boxes(dims), config.grid(dims)
-    busiest = blocks(boxes, grid) * max(1, blocks(grid, sms))
-    box_us = 128 * (config.rows + config.columns / 2) * sms / hw.read_bps * 1e6
-    share = min(1.0, grid * min(config.slots, blocks(boxes, grid)) * config.slot_bytes / (sms * 36_000))  # of what must be under way
-    cut = blocks(dims.K // STEP, max(1, boxes // grid))
-    return _LAUNCH_US + busiest * box_us / share + (_MEET_US + 0.1 * cut if boxes // grid % (dims.K // STEP) else 0.5)
+def predict_us(dims: Dims, config: Config, hw: Hardware, sms: int = SMS, arch: str = ARCH) -> float:
+    """A launch; all bytes at the memory's rate, or the busiest SM's at its own, or as few as are under way allow; the meeting of cut
+    tiles, which adds up one sum after the other. A byte of x, from L2, costs half."""
+    config.check(dims, arch)
+    boxes, grid, steps = config.boxes(dims), config.grid(dims), dims.K // STEP
+    box_bytes = 128 * (config.rows + config.columns / 2)
+    busiest = blocks(boxes, grid) * blocks(grid, sms) * box_bytes
+    flight = min(1.0, grid * min(config.slots, blocks(boxes, grid)) * config.slot_bytes / (sms * _FLIGHT_BYTES))
+    cut = boxes % grid or (boxes // grid) % steps
+    meeting = _MEET_US + 0.1 * blocks(steps * grid, boxes) if cut else 0.0
+    return _LAUNCH_US + max(boxes * box_bytes / hw.read_bps / flight, busiest / _SM_BPS) * 1e6 + meeting
 
 
 def default_config(dims: Dims, hw: Hardware, arch: str = ARCH, sms: int = SMS) -> Config:
@@ -164,9 +182,11 @@ def widened(config: Config, m: int) -> Config:
     return replace(wide, slots=max(2, min(config.slots, (room - 16) // (wide.slot_bytes + 16))))
 
 
-def call(config: Config, dims: Dims, at: Mapping[str, int], float_out: bool = False, describe: Map = tensor_map) -> Call:
-    """The launch. at: addresses by name: w, x, out, part, arrived, and seq (0: no row is dead). float_out: out is float32."""
+def call(config: Config, dims: Dims, at: Mapping[str, int], float_out: bool = False, describe: Describe | None = None) -> Call:
+    """The launch. at: addresses by name: w, x, out, part, arrived, and seq (0: no row is dead). float_out: out is float32.
+    describe: makes the copy engine's descriptions; None: the driver."""
     config.check(dims)
+    describe = describe or tensor_map
     grid, tiles = config.grid(dims), config.tiles(dims)
     each, more = divmod(config.boxes(dims), grid)
     pointers = (at[name] for name in ("out", "part", "arrived", "seq"))

@@ -1,4 +1,4 @@
-"""Products, as launches: to 16 rows a kernel that streams the weights or the device's library, as measured; above them the library.
+"""Products, as launches: of few rows by whichever kernel was measured to be fastest, of more by the device's library.
 
 A library's product writes garbage where a row is dead; nothing reads that. With `invariant` every product is the library's, by
 the algorithm that it has for all numbers of rows, for the kernel's order of summation is another.
@@ -6,11 +6,11 @@ the algorithm that it has for all numbers of rows, for the kernel's order of sum
 
 from __future__ import annotations
 
-from runtime.kernels_cu import linear_skinny, mla_prep
+from runtime.kernels_cu import linear_skinny, linear_stream, mla_prep
 from runtime.kernels_cu.array import DeviceArray
-from runtime.kernels_cu.linear_choice import choose_config, library_is_faster
+from runtime.kernels_cu.linear_choice import choose_config, choose_stream, fastest
 from runtime.kernels_cu.linear_lt import describe
-from runtime.kernels_cu.linear_skinny import CHUNK, FRAG_ROWS, MOST_ROWS, Dims
+from runtime.kernels_cu.linear_skinny import Dims
 from runtime.kernels_cu.recorder import Recorder, op
 
 _ROPE = mla_prep.Config()  # the build that query_rope comes from; its own launch does not depend on it
@@ -18,20 +18,24 @@ _ROPE = mla_prep.Config()  # the build that query_rope comes from; its own launc
 
 def record_product(r: Recorder, dims: Dims, *, x: int, w: int, out: int, float_out: bool = False, seq: int = 0) -> None:
     """out [M, heads, N] = x [M, heads, K] w [heads, N, K]^T; addresses; seq: marks of dead rows, 0: none is."""
-    if r.invariant or not _is_skinny(dims) or library_is_faster(dims, r.device.gpu):
+    device = r.device
+    kernel = "library" if r.invariant else r.choose(("linear", dims), lambda: fastest(dims, device.gpu, device.arch))
+    if kernel == "library":
         strides = {"x_row": dims.x_row, "out_row": dims.out_row, "x_head": dims.x_head, "out_head": dims.out_head}
         product = describe(dims.M, dims.N, dims.K, heads=dims.heads, float_out=float_out, **strides)
-        r.append(r.device.multiply(product, w, x, out, invariant=r.invariant))
+        r.append(device.multiply(product, w, x, out, invariant=r.invariant))
         return
-    config = r.choose(("linear", dims), lambda: choose_config(dims, r.device.gpu, r.device.arch, r.hw)[0])
-    at = r.scratch("linear", linear_skinny.workspace_bytes(dims, config))
-    call = linear_skinny.call(config, dims, at | {"w": w, "x": x, "out": out, "seq": seq}, float_out)
-    r.launch(call, r.device.functions(linear_skinny.SOURCE, config.defines(), linear_skinny.ENTRIES))
-
-
-def _is_skinny(dims: Dims) -> bool:
-    """Whether the kernel takes it: few rows, and sizes that need no padding (a router of 8 experts would)."""
-    return dims.M <= MOST_ROWS and dims.N % FRAG_ROWS == 0 and dims.K % CHUNK == 0
+    at = {"w": w, "x": x, "out": out, "seq": seq}
+    if kernel == "stream":
+        wide = r.choose(("linear_stream", dims), lambda: choose_stream(dims, device.gpu, device.arch, r.hw, device.sms)[0])
+        at |= r.scratch("linear_stream", linear_stream.workspace_bytes(dims, wide))
+        call = linear_stream.call(wide, dims, at, float_out)
+        r.launch(call, device.functions(linear_stream.SOURCE, wide.defines(), linear_stream.ENTRIES))
+        return
+    config = r.choose(("linear_skinny", dims), lambda: choose_config(dims, device.gpu, device.arch, r.hw)[0])
+    at |= r.scratch("linear", linear_skinny.workspace_bytes(dims, config))
+    call = linear_skinny.call(config, dims, at, float_out)
+    r.launch(call, device.functions(linear_skinny.SOURCE, config.defines(), linear_skinny.ENTRIES))
 
 
 @op

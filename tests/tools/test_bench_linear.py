@@ -59,9 +59,13 @@ def test_without_a_gpu_it_predicts_and_says_so(capsys, monkeypatch, tmp_path):
     bench_linear.main(["--shapes", "qkv_a,head", "--m", "1,16,64", "--json", str(path)])
     lines = capsys.readouterr().out.splitlines()
     assert "PREDICTED" in lines[0] and "nothing was run" in lines[0]
-    assert [line.split()[0] for line in lines[2:]] == ["qkv_a"] * 2 + ["head"] * 4 and not path.exists()
+    timed = [tuple(line.split()[i] for i in (0, 5, 6)) for line in lines[2:]]
+    each = [("1", "skinny"), ("1", "stream"), ("16", "skinny"), ("16", "stream"), ("64", "stream")]
+    assert timed == [(name, *one) for name, times in (("qkv_a", 1), ("head", 2)) for one in each * times] and not path.exists()
     with pytest.raises(SystemExit):
         bench_linear.main(["--shapes", "nothing"])
+    with pytest.raises(SystemExit):
+        bench_linear.main(["--kernels", "nothing"])
 
 
 def test_a_record_is_a_line(tmp_path):
