@@ -62,7 +62,7 @@ def _obstacle(dtype: str, tp: int) -> str:
     if dtype == "float32":
         return "dtype is float32, and kernels store bfloat16"
     count = gpu_count()
-    return f"tensor_parallel_size is {tp}, and CuPy sees {count} GPU(s)" if tp > max(count, 1) else ""
+    return f"tensor_parallel_size is {tp}, and CuPy sees {count} GPU(s)" if 0 < count < tp else ""
 
 
 def find_gpu() -> tuple[bool, str]:
