@@ -76,11 +76,14 @@ class ThinkingBudget:
     """At most `tokens` tokens of reasoning: follows `runtime.constraint.Constraint`.
 
     in_reasoning: the prompt leaves the model in it; if not, a <think> as the first token opens it, as for
-    model/tool_parser.py. `inner` is whatever else binds the output. Raises InvalidRequest for a negative bound,
+    model/tool_parser.py; calls: the answer may hold some, so that the begin of one leaves the reasoning too. `inner` is
+    whatever else binds the output. Raises InvalidRequest for a negative bound,
     and where the model has no </think>.
     """
 
-    def __init__(self, tokens: int, markers: Markers, vocab_size: int, in_reasoning: bool, inner: Constraint | None = None) -> None:
+    def __init__(
+        self, tokens: int, markers: Markers, vocab_size: int, in_reasoning: bool, inner: Constraint | None = None, calls: bool = False
+    ) -> None:
         if tokens < 0:
             raise InvalidRequest(FIELD, f"{tokens} is below 0")
         if markers.think_end is None:
@@ -90,7 +93,9 @@ class ThinkingBudget:
         self.in_reasoning = in_reasoning
         self.inner = inner
         self._begin = markers.think_begin
-        self._leaves = frozenset(id for id in (markers.think_end, markers.section_begin, markers.call_begin) if id is not None)
+        self._leaves = frozenset(
+            id for id in (markers.think_end, markers.section_begin, markers.call_begin if calls else None) if id is not None
+        )
         only = np.zeros(32 * -(-vocab_size // 32), np.uint8)
         only[self.end] = 1
         self.only_end: U32 = np.packbits(only, bitorder="little").view("<u4").astype(np.uint32)

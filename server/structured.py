@@ -59,7 +59,8 @@ def with_thinking_bound(loaded: Loaded, request: ChatRequest, in_reasoning: bool
         return constraint
     try:
         tokens = min(request.thinking_token_budget, 2**31 - 1)
-        return ThinkingBudget(tokens, Markers.of(loaded.tokenizer.special), loaded.vocab_size, in_reasoning, constraint)
+        markers = Markers.of(loaded.tokenizer.special)
+        return ThinkingBudget(tokens, markers, loaded.vocab_size, in_reasoning, constraint, calls_tools(request))
     except InvalidRequest as error:
         raise from_invalid(error) from None
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from model.grammar import GrammarCompiler
-from model.thinking import ThinkingBudget, ThinkingState
+from model.thinking import UNBEGUN, ThinkingBudget, ThinkingState
 from model.tiny import make_tiny
 from model.tokenizer import Tokenizer
-from model.tool_parser import Markers
+from model.tool_parser import Markers, OutputMachine, Part
 from runtime.constraint import StructuredOutputs
 from runtime.speculate import NoSpeculation
 from runtime.types import DraftTree, InvalidRequest, Request, SamplingParams
@@ -79,6 +79,24 @@ def test_a_grammar_goes_on_behind_it() -> None:
     assert mine.error == "x"
 
 
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_it_counts_what_the_parser_takes_for_reasoning(calls: bool, in_reasoning: bool) -> None:
+    """Whatever is drawn: as long as the parser is in the reasoning it counts, and never less than the parser does."""
+    rng, bound = np.random.default_rng(5), ThinkingBudget(9, MARKERS, T.vocab_size, in_reasoning, calls=calls)
+    special, inside = sorted(MARKERS.ids()), 0
+    for _ in range(2000):
+        machine, used = OutputMachine(MARKERS, in_reasoning, calls), 0 if in_reasoning else UNBEGUN
+        for _ in range(rng.integers(1, 12)):
+            token = int(rng.choice(special)) if rng.random() < 0.3 else 5
+            machine.step(token)
+            used = bound.after(used, token)
+            if machine.state is Part.REASONING:
+                assert used >= machine.reasoning_tokens, "a bound that stopped counting would never end it"
+                inside += 1
+    assert inside > 200
+
+
 def test_what_can_not_be_bounded_is_named() -> None:
     for tokens, markers, said in ((-1, MARKERS, "below 0"), (3, Markers(), "no reasoning")):
         with pytest.raises(InvalidRequest, match=said) as refused:
@@ -105,7 +123,7 @@ def test_drafts_change_nothing(world: World) -> None:
     plain = run(world.engine(NoSpeculation()), requests)
     for i in range(24):
         tokens = list(plain[str(i)].tokens)
-        leaves = [at for at, token in enumerate(tokens) if token in (end, markers.section_begin, markers.call_begin)]
+        leaves = [at for at, token in enumerate(tokens) if token in (end, markers.section_begin)]
         assert leaves and leaves[0] <= i, (i, tokens)
     assert sum(list(plain[str(i)].tokens).index(end) == i for i in range(24) if end in plain[str(i)].tokens) > 15
     drafted = run(world.engine(BudgetByRequest(world.executor)), requests)
