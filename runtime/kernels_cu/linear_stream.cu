@@ -151,9 +151,10 @@ struct Product {
     if (named_any(1, kMultiply, load_acquire(counter) < last - first)) {
       float* own = part_of(blockIdx.x, tile);
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) own[u * 4 * kMultiply + i] = sum[u / OCTETS][u % OCTETS][i];
+      for (int u = 0; u < kUnits; ++u) {
+        const float(&v)[4] = sum[u / OCTETS][u % OCTETS];
+        *reinterpret_cast<float4*>(own + u * 4 * kMultiply) = float4{v[0], v[1], v[2], v[3]};
+      }
       named_barrier(1, kMultiply);
       if (tid == 0) {                                     // for all: the barrier is behind their stores
         __threadfence();
