@@ -498,6 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
       const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
       if (!it.tiles) continue;
+      fetch_words(p, it, lane);
       walker.begin_item();
       at = walker.walk(it, at);
       walker.finish(it, warp);

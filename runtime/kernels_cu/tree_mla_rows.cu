@@ -294,6 +294,7 @@ struct Walker {
       const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
       const int tiles = it.tiles;
       if (!tiles) continue;
+      fetch_words(p, it, lane);
       begin_item();
       if constexpr (GROUP == 0) walk_even(it, tiles, at);
       else walk_odd(it, tiles, at);

@@ -68,6 +68,8 @@ __device__ __forceinline__ bool named_any(int id, int count, bool yes) {
                : "=r"(r) : "r"((int)yes), "r"(id), "r"(count) : "memory");
   return r != 0;
 }
+// Brings the line of p into L1, for a load to come. PTX ISA, "prefetch".
+__device__ __forceinline__ void prefetch_near(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 // v in a register from here on, not read from the constant bank where it is used.
 __device__ __forceinline__ float held(float v) {
   asm volatile("" : "+f"(v));
@@ -123,6 +125,7 @@ inline bool bar_test(smem_t b, uint32_t parity) {
   return (((volatile kcpu::Mbarrier*)b)->phase & 1) != parity;
 }
 inline void cp_async_wait() {}
+inline void prefetch_near(const void*) {}
 inline float held(float v) { return v; }
 inline void fence_async_shared() {}
 #endif

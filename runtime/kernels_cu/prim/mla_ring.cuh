@@ -151,6 +151,12 @@ __device__ __forceinline__ void combine_splits(const Params& p, const Item& it, 
   if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;  // the last to leave
 }
 
+// Ahead of an item, its rows' ancestor words into L1, which the masks would wait 0.5 us for. No branch: ptxas serialises wgmma behind one.
+__device__ __forceinline__ void fetch_words(const Params& p, const Item& it, int lane) {
+  const int row = least(it.first / kHeads + lane, (it.first + it.columns - 1) / kHeads);
+  prefetch_near(p.ancestors + (size_t)row * (2 * p.words));
+}
+
 // Non-finite values of the step's own positions become 0, so that a weight of 0 removes them: a key that a row does see has
 // given it a NaN weight already. This group's four boxes, keys from `from` on.
 __device__ __forceinline__ void scrub(smem_t base, const Cursor& at, int group, int from) {
