@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -194,7 +195,8 @@ def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
 
 def record_of(args: argparse.Namespace, samples: Sequence[Sample], last: Sample, tally: Tally, found: Sequence[str]) -> dict[str, Any]:
     return {
-        **provenance_of(["python", "tools/soak.py", *args.argv], threads=1),
+        **args.provenance,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "case": f"soak {samples[-1].at_s / 60:.1f} min",
         "duration_s": round(samples[-1].at_s, 1),
         "server": " ".join(args.server),
@@ -236,6 +238,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
+    args.provenance = provenance_of(["python", "tools/soak.py", *args.argv], threads=1)  # of the code that is loaded now
     popen, url = start_server(args.server)
     try:
         client = ApiClient(url, timeout_s=args.limit)
