@@ -9,7 +9,8 @@
 Policies: plain (no draft), chain (the drafter's top-1 chain), tree:N (a fixed tree), auto (one budget for all streams on the
 curve measured at load). They take turns at each number of streams, so that drift of the machine hits all alike. Streams
 write until the window ends and are replaced when they end. --replay takes what drafts are worth from a record instead of the
-model (weights that say nothing accept nothing). The measured curve is written to tools/curves/NAME.json.
+model (weights that say nothing accept nothing); a drafter given as a config is then cut as the target is. The measured curve is
+written to tools/curves/NAME.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -217,12 +219,15 @@ def open_model(args: argparse.Namespace) -> Opened:
 
 def _open_replayed(args: argparse.Namespace) -> Opened:
     """Needs no tokenizer: prompts are pieces of the record."""
-    states = load_states(args.replay)
-    speculative = SpeculativeConfig(method="ddtree", tree_budget=AUTO, model=args.spec_model)
+    states, weights = load_states(args.replay), LoadConfig.parse(args.load_format, args.hf_overrides)
+    drafter, layers = args.spec_model, weights.hf_overrides.get("num_hidden_layers")
+    if drafter and layers and weights.dummy and Path(drafter).is_file():
+        drafter = str(cut_drafter(Path(drafter), int(layers), Path(tempfile.mkdtemp(prefix="drafter-"))))
+    speculative = SpeculativeConfig(method="ddtree", tree_budget=AUTO, model=drafter)
     model, tp = model_of(args), args.tensor_parallel_size
     choice = choose_backend(args.backend, args.dtype, tp)
     activations = loading.DTYPES[args.dtype] if choice.backend == "numpy" else "bfloat16"
-    source = loading.open_source(model, speculative, LoadConfig.parse(args.load_format, args.hf_overrides))
+    source = loading.open_source(model, speculative, weights)
     given = {name: getattr(args, name) for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_pages", "enforce_eager")}
     length = args.max_model_len or min(REPLAY_LEN, source.target.max_positions)
     config = loading.first_config(choice.backend, args.cudagraph_capture_sizes, max_model_len=length, **given)
@@ -232,6 +237,21 @@ def _open_replayed(args: argparse.Namespace) -> Opened:
     curve = measure_curve(executor, config, speculative, CurveKey(choice.device or device_name(), name, tp))
     prompts = [states.truth[i * 997 % len(states) : i * 997 % len(states) + 48, 0].tolist() or [1] for i in range(64)]
     return Opened(name, ReplayedText(executor, states), config, curve, prompts, None)
+
+
+def cut_drafter(file: Path, layers: int, folder: Path) -> Path:
+    """A drafter's config for a target cut to `layers` layers: as many of its own layers in proportion, and taps within reach.
+
+    The whole drafter before a tenth of the target would be ten times too dear.
+    """
+    held = json.loads(file.read_text(encoding="utf-8"))
+    inner, whole = held["dflash_config"], held["num_target_layers"]
+    own = max(1, round(held["num_hidden_layers"] * layers / whole))
+    taps = np.linspace(0, layers - 1, min(layers, len(inner["target_layer_ids"]))).round().astype(int).tolist()
+    changes = {"num_hidden_layers": own, "layer_types": held["layer_types"][:own], "num_target_layers": layers}
+    made = folder / file.name
+    made.write_text(json.dumps({**held, **changes, "dflash_config": {**inner, "target_layer_ids": taps}}), encoding="utf-8")
+    return made
 
 
 def short_prompts(loaded: Loaded, path: Path) -> list[list[int]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model import dflash
 from model.tiny import make_tiny
-from runtime import measure
+from runtime import loading, measure
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
+from runtime.load_config import LoadConfig
 from runtime.speculate import NoSpeculation, TreeSpeculation
 from runtime.types import DraftLogits
 from tests.language import make_request, scattered
@@ -123,3 +125,12 @@ def test_weights_that_say_nothing_run_a_recorded_text(tmp_path: Path, monkeypatc
     by = {line["policy"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert by["tree"]["replayed"] is True and by["tree"]["nodes_per_stream"] == pytest.approx(5.0, abs=0.5)
     assert by["tree"]["accepted_per_step"] > 0.5, "1.6 in the record, of 512 random tokens none"
+
+
+def test_a_drafter_is_cut_with_its_target(tmp_path: Path) -> None:
+    whole = Path(dflash.__file__).parent / "configs" / "kimi-k26-dflash.json"
+    for layers, own, taps in ((6, 1, (0, 1, 2, 3, 4, 5)), (20, 2, (0, 4, 8, 11, 15, 19)), (61, 6, (0, 12, 24, 36, 48, 60))):
+        made = bench_sweetspot.cut_drafter(whole, layers, tmp_path)
+        weights = LoadConfig("dummy", {"num_hidden_layers": layers})
+        source = loading.open_source("kimi-k26", SpeculativeConfig(method="ddtree", model=str(made)), weights)
+        assert source.drafter is not None and (source.drafter.layers, source.drafter.taps, source.drafter.depth) == (own, taps, 7)
