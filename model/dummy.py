@@ -21,7 +21,7 @@ from runtime.source import HashWindow, Source, Triple
 from runtime.types import Array
 from runtime.w4 import GROUP
 
-CODE_SPREAD = 4.61  # standard deviation of code - 8, codes being uniform in 0..15
+CODE_SPREAD = 4.18  # standard deviation of code - 8
 Spec = Mapping[str, tuple[tuple[int, ...], str]]
 
 
@@ -74,7 +74,7 @@ class DummyCheckpoint:
         return self.source(name, rows, cols).read()
 
     def triple(self, prefix: str, rows: slice | None = None, cols: slice | None = None) -> Triple:
-        """An INT4 matrix, or a window of it in whole groups; codes are uniform in 0..15, scales positive."""
+        """An INT4 matrix, or a window of it in whole groups; codes have mean 8, scales are positive."""
         name = f"{prefix}.weight_packed"
         k = self.source(name).shape[1] * 8
         start, stop = self._bounds(name, k, cols)

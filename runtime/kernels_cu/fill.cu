@@ -2,7 +2,7 @@
 // hash_* give the bits of runtime/hashed.py.
 //
 //   hash_bf16, hash_f32   mean + spread * (sum of four uniforms of 16 bits, centred): near normal, within 3.5 spreads
-//   hash_i32              32 random bits
+//   hash_i32              eight 4-bit codes of mean 8: a 0 becomes an 8
 //   fill_w4               packed INT4 of runtime/w4.py without a triple, for benchmarks: scales in [2^-9, 2^-8)
 //   fill_bf16             about N(0, 1), for benchmarks
 //
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) hash_f32(const __grid_con
   each(p, [&](size_t at, uint32_t a) { ((float*)p.out)[at] = near_normal(p, a); });
 }
 extern "C" __global__ void __launch_bounds__(kThreads) hash_i32(const __grid_constant__ Params p) {
-  each(p, [&](size_t at, uint32_t a) { ((uint32_t*)p.out)[at] = a; });
+  each(p, [&](size_t at, uint32_t a) { ((uint32_t*)p.out)[at] = a | (~(a | a >> 1 | a >> 2 | a >> 3) & 0x11111111u) << 3; });
 }
 
 extern "C" __global__ void fill_w4(uint4* data, uint64_t pieces, uint32_t seed) {
