@@ -54,7 +54,7 @@ def test_a_start_takes_less_than_20_s_and_leaves_no_size_out(world: DeviceWorld,
 
 @pytest.mark.parametrize("streams", [1, 16])
 def test_the_budget_changes_no_text(world: DeviceWorld, measured: tuple[CostCurve, float], streams: int) -> None:
-    """Rows do not depend on their company here; a tree's rows equal plain ones up to the order of one sum, so a near-tie may part two texts."""
+    """Rows do not depend on their company here. A tree's equal plain ones up to the order of one sum: a near-tie may part two texts."""
     requests = requests_for(world.prompts(streams), SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
     want = run(world.engine(NoSpeculation()), requests)
     engine = world.engine(BudgetSpeculation(world.worker, AUTO, measured[0]))
