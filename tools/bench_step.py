@@ -9,7 +9,7 @@ A step is the graph that serves: plan read, every layer, head, sampling, results
 sequences of --ctx tokens, every row's next token wanted. ms is the mean of back-to-back replays; an op's time that of its own
 launches replayed alone, so that the ops' sum is above the step, whose kernels overlap. share = floor / ms; floors as in
 tools/roofline.py, but for the distinct experts that the rows of this very step chose, counted layer by layer. host_us is what
-`worker.step` takes beyond the graph. A prompt is timed as the engine would run it, in chunks of the largest bucket, one token
+`worker.step` takes before the launch and after the results: packing the plan, reading them. A prompt is timed as the engine would run it, in chunks of the largest bucket, one token
 wanted at its end.
 Without a GPU it says so and prints the planned floors.
 """
@@ -121,12 +121,11 @@ def measure_steps(worker: Any, setup: Setup, repeats: int) -> list[Step]:
             continue
         rows, records = found.rows, programs[found.rows].records
         plan = probe.step(rows, rows)
-        wall = wall_us(worker, plan)
+        host_us = host_time(worker, plan) if found.us is not None else None
         experts = distinct_experts(worker, records, plan)
         known = {**probe.known(rows), **({"distinct": experts} if experts else {})}
         floors = {op: sum(r.cost(known).floor_us(hw) for r in group) for op, group in group_ops(records).items()}
         ops = {op.op: OpTime(op.us, floors[op.op], op.launches) for op in found.ops}
-        host_us = None if found.us is None else wall - found.us
         steps.append(Step(rows, min(setup.streams, rows), found.us, sum(floors.values()), host_us, found.launches, ops, experts))
     return sorted(steps, key=lambda step: step.M)
 
@@ -149,13 +148,13 @@ def distinct_experts(worker: Any, records: Sequence[Any], plan: Any) -> float:
     return float(np.mean(counts)) if counts else 0.0
 
 
-def wall_us(worker: Any, plan: Any) -> float:
-    """Median microseconds of a step as the engine sees it."""
+def host_time(worker: Any, plan: Any) -> float:
+    """Median microseconds of a step that are the host's alone."""
     samples = []
     for _ in range(HOST_STEPS):
         start = time.perf_counter()
-        worker.step(plan)
-        samples.append((time.perf_counter() - start) * 1e6)
+        device_us = worker.step(plan).step_us
+        samples.append((time.perf_counter() - start) * 1e6 - device_us)
     return float(np.median(samples))
 
 

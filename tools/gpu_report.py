@@ -65,7 +65,7 @@ def step_table() -> str:
                 rows.clear()
             rows[r["M"]] = r
     lines = [
-        "| layers × TP | M | step ms | floor ms | share | host µs beyond the graph | launches |",
+        "| layers × TP | M | step ms | floor ms | share | host µs | launches |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for (layers, tp), rows in runs.items():
