@@ -9,8 +9,8 @@ A step is the graph that serves: plan read, every layer, head, sampling, results
 sequences of --ctx tokens, every row's next token wanted. ms is the mean of back-to-back replays; an op's time that of its own
 launches replayed alone, so that the ops' sum is above the step, whose kernels overlap. share = floor / ms; floors as in
 tools/roofline.py, but for the distinct experts that the rows of this very step chose, counted layer by layer. host_us is what
-`worker.step` takes before the launch and after the results: packing the plan, reading them. A prompt is timed as the engine would run it, in chunks of the largest bucket, one token
-wanted at its end.
+`worker.step` takes before the launch and after the results: packing the plan, reading them. A prompt is timed as the engine
+would run it, in chunks of the largest bucket, one token wanted at its end.
 Without a GPU it says so and prints the planned floors.
 """
 
