@@ -1,7 +1,4 @@
-"""One rank on a GPU: plans go out through mapped memory, a graph runs, results come back with the launch's number.
-
-GPU-unverified: whole generations run on the CPU shim, none yet on a GPU.
-"""
+"""One rank on a GPU: plans go out through mapped memory, a graph runs, results come back with the launch's number."""
 
 from __future__ import annotations
 

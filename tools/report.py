@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.bench_report import markdown_table, read_records
+from tools.gpu_report import linear_table, mla_table, step_table
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results"
@@ -68,7 +69,9 @@ def _us(ms: float) -> str:
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"bench_serve": serve_table, "moe": moe_table}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "bench_serve": serve_table, "moe": moe_table, "step": step_table, "mla": mla_table, "linear": linear_table,
+}  # fmt: skip
 
 
 def render(text: str) -> str:

@@ -68,10 +68,7 @@ class Listed:
 
 
 class CudaDriver:
-    """A CUDA device. eager: nothing is captured; launches go out one by one (some 5 us of host time each).
-
-    GPU-unverified.
-    """
+    """A CUDA device. eager: nothing is captured; launches go out one by one (some 5 us of host time each)."""
 
     def __init__(self, device: CupyDevice, eager: bool = False) -> None:
         self.device: Device = device

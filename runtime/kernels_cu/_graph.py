@@ -1,7 +1,4 @@
-"""CUDA graphs and mapped memory through the driver: capture, what was captured, launch, time, and whether the stream still lives.
-
-GPU-unverified: written from the CUDA driver API's manual, not yet run.
-"""
+"""CUDA graphs and mapped memory through the driver: capture, what was captured, launch, time, and whether the stream still lives."""
 
 from __future__ import annotations
 

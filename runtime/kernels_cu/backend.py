@@ -7,8 +7,6 @@
 
 Record every bucket, the largest first, then `seal`. Buffers, scratch and caches keep their addresses from then on, so what one
 recording leaves (taps) another reads. Rows that are dead may hold anything, NaN included, and nothing live reads them.
-
-GPU-unverified: run on the CPU shim against `kernels_np`, never yet run on a GPU.
 """
 
 from __future__ import annotations

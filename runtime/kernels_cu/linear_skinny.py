@@ -1,7 +1,5 @@
 """Products with at most 16 rows: the call of linear_skinny.cu, and what to build it as.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for every architecture, never yet run on a GPU.
-
 It serves `linear`, `linear_f32` and, with heads, the batched halves of `mla_query` and `mla_value`. A row's bits depend on N,
 K and the configuration, not on M: give every bucket the same one and rows do not depend on their company. Above 16 rows
 `linear_lt` describes the product for cuBLASLt.

@@ -1,7 +1,5 @@
 """Products with few rows on sm_90a, as fast as memory is read: the call of linear_stream.cu, and what to build it as.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for sm_90a, never yet run on a GPU.
-
 It serves what `linear_skinny` does, to 64 rows. A row's bits depend on N, K and the configuration, its columns excepted, not on M.
 """
 

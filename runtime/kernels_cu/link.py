@@ -1,7 +1,4 @@
-"""The way of bytes from the host to a device: page-locked memory and a stream of its own, so that copies wait for nothing else.
-
-GPU-unverified: calls written from the CUDA driver API's manual, not yet run.
-"""
+"""The way of bytes from the host to a device: page-locked memory and a stream of its own, so that copies wait for nothing else."""
 
 from __future__ import annotations
 

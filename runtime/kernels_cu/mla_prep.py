@@ -1,7 +1,5 @@
 """Latent norms, rotation and cache write before attention: the calls of mla_prep.cu.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for every architecture, never yet run on a GPU.
-
 `mla_latent` is the op. `query_rope` is the second half of the op `mla_query`; the first, out[:, a, :L] = q_nope[:, a] w_uk[a]^T
 for each head, is a batched product of `linear_skinny` (to 16 rows) or cuBLASLt. They write disjoint columns of one buffer.
 """

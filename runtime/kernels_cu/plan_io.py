@@ -1,7 +1,5 @@
 """The ends of a step's graph: the calls of plan_io.cu.
 
-GPU-unverified: run on the CPU shim against `runtime.plan`, compiled for every architecture, never yet run on a GPU.
-
 A blob is what `runtime.plan` packs: a header of (rows, columns) for every field, then the fields at fixed offsets. Where each
 field goes in the device is a `Field`; the blob's sizes come from its own header, so one call serves every step of a bucket.
 """

@@ -1,7 +1,4 @@
-"""Compressed-tensors triples to `runtime.w4`'s layout on the device: the call of repack_w4.cu, and the exponent it finds.
-
-GPU-unverified: run on the CPU shim against model/pack_w4.py, bit for bit; never yet run on a GPU.
-"""
+"""Compressed-tensors triples to `runtime.w4`'s layout on the device: the call of repack_w4.cu, and the exponent it finds."""
 
 from __future__ import annotations
 

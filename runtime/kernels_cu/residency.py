@@ -9,8 +9,6 @@ copy. Hashed windows are written by a kernel in the same order and touch no host
 
 A slot of 16 MiB holds gate and up of an expert of Kimi K2.6; copies of 16 MiB reach 54.6 of 55.4 GB/s on an H200's PCIe 5.0 x16,
 and a thread reads some 3 GB/s from the page cache, so threads are what it takes. Repacking costs 4 % of the copy's time.
-
-GPU-unverified: run on the CPU shim with copies in host memory, never yet on a GPU.
 """
 
 from __future__ import annotations

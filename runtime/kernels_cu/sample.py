@@ -1,7 +1,5 @@
 """Sampling: the launch of sample.cu, its arguments and constants.
 
-GPU-unverified: run on the CPU shim against `kernels_np`, compiled for every architecture, never yet run on a GPU.
-
 The grid has a block for each output row of the bucket; how many are live, and how long the adjustment tables are, is read
 from device memory, so one launch serves every step of a graph. Rows beyond the live ones, and rows of a dead sequence
 (seq -1), write nothing.

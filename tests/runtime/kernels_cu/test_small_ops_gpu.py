@@ -1,6 +1,6 @@
 """The small kernels on a GPU: the checks of the shim's tests, run by a device. And the device's stand-in on the CPU.
 
-No record exists yet: the kernels are unverified on a GPU until these have passed on one.
+Recorded in tools/results/gpu_tests.jsonl (`tools/gpu_tests.py --check`).
 """
 
 from __future__ import annotations
