@@ -32,7 +32,8 @@ def hashed(window: HashWindow) -> Array:
         a = _mix(index.astype(np.uint32) ^ _mix(np.uint32(window.key) + (index >> np.uint64(32)).astype(np.uint32)))
         if window.dtype == "i32":
             none = ~(a | (a >> np.uint32(1)) | (a >> np.uint32(2)) | (a >> np.uint32(3))) & np.uint32(0x11111111)
-            return (a | (none << np.uint32(3))).view(np.int32)
+            codes: Array = (a | (none << np.uint32(3))).view(np.int32)
+            return codes
         b = _mix(a + np.uint32(0x9E3779B9))
     low = np.uint32(0xFFFF)
     total = ((a & low) + (a >> np.uint32(16)) + (b & low) + (b >> np.uint32(16))).astype(np.int32) - 131070
