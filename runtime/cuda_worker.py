@@ -126,6 +126,7 @@ class CudaWorker:
             top_ids=read("top_ids", rows)[:, :wanted] if wanted else none.astype(np.int32),
             top_logp=read("top_logp", rows)[:, :wanted] if wanted else none.astype(np.float32),
             step_us=step_us,
+            experts=program.results.experts / program.counted if program.counted else 0.0,
         )
 
     def draft(self, plan: DraftPlan) -> DraftLogits:

@@ -277,7 +277,7 @@ class StepResult:
     top_ids: I32  # [r, n] the n likeliest tokens, n = the largest logprobs of the plan (may be 0)
     top_logp: F32  # [r, n]
     step_us: float
-    experts: float = 0.0  # mean distinct experts that a mixture-of-experts layer of rank 0 hit; 0: not counted
+    experts: float = 0.0  # distinct experts that a layer of rank 0 hit, mean over all of them, on a GPU over 8 at most; 0: not counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ block     plan_read → block_rows → the drafter's forward → top_logprobs �
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.graph.buckets import size_for
@@ -26,7 +26,7 @@ KINDS = ("step", "context", "block")
 @dataclass(slots=True)
 class Program:
     """One size's launches. rows: M, taps or streams; out_rows: room for wanted tokens (steps); results: where they end up;
-    graph: what replays them."""
+    graph: what replays them; counted: layers whose distinct experts `results.experts` sums."""
 
     kind: str
     rows: int
@@ -36,6 +36,7 @@ class Program:
     graph: Graph
     captured: bool = False
     arrays: dict[str, DeviceArray] = field(default_factory=dict)
+    counted: int = 0
 
     @property
     def name(self) -> str:
@@ -101,8 +102,9 @@ class Recording:
                 **made,
             )
             asked = {"logprobs": plan.logprobs.flat, "live_seqs": fields.count("logprobs")}
-            self._last(fields, results.call(made, live=fields.count("out_rows"), number=fields.number, **asked))
-            return self._program("step", rows, out_rows, results, taps=taps, logits=logits)
+            call = results.call(made, live=fields.count("out_rows"), number=fields.number, unions=ops.unions, **asked)
+            self._last(fields, call)
+            return replace(self._program("step", rows, out_rows, results, taps=taps, logits=logits), counted=len(ops.unions))
 
     def context(self, fields: DraftFields, results: Results, taps: DeviceArray, count: int) -> Program:
         """Keys and values of `count` committed tokens; taps [max rows, n, H] of the last step."""

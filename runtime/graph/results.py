@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,17 +45,30 @@ class Results:
             at += -(-rows * column.row_bytes // 256) * 256
         self._memory = driver.mapped(at)
         self._places = places
-        self._seen = self._memory.host[:4].view(np.uint32)
+        self._seen, self._experts = (self._memory.host[4 * i : 4 * i + 4].view(np.uint32) for i in range(2))
 
-    def call(self, arrays: Mapping[str, DeviceArray], *, live: int, number: int, logprobs: int = 0, live_seqs: int = 0) -> Call:
+    @property
+    def experts(self) -> int:
+        """Distinct experts of the last launch, the sum over the layers that its `unions` named; 0 where it named none."""
+        return int(self._experts[0])
+
+    def call(
+        self,
+        arrays: Mapping[str, DeviceArray],
+        *,
+        live: int,
+        number: int,
+        logprobs: int = 0,
+        live_seqs: int = 0,
+        unions: Sequence[tuple[int, int]] = (),
+    ) -> Call:
         """The node that publishes; arrays: where the columns' rows lie on the device. Addresses as `plan_io.publish` takes them."""
         sent = [
             plan_io.Result(arrays[name].flat, self._memory.address + self._places[name], column.row_bytes, column.asked)
             for name, column in self.columns.items()
         ]
-        return plan_io.publish(
-            sent, live=live, number=number, sequence=self._memory.address, logprobs=logprobs, live_seqs=live_seqs
-        )  # fmt: skip
+        here, more = self._memory.address, {"logprobs": logprobs, "live_seqs": live_seqs}
+        return plan_io.publish(sent, live=live, number=number, sequence=here, experts=here + 4, unions=unions, **more)
 
     def wait(self, number: int, deadline_s: float, what: str) -> None:
         """Polls until launch `number` is done. Raises DeviceStuck if the stream fails, or after deadline_s seconds.

@@ -13,13 +13,16 @@
 //
 // Only what kernels read without asking for a count has a dead tail: seq, slot, ctx ... get their `fill` to the bucket's end,
 // ancestor words beyond the plan's are zero. All else beyond the live part keeps what earlier steps left there.
+//
+// publish also counts the experts that a few layers of the step hit, from the work lists that moe_route.cu left: a chunk that is
+// the first of its expert names itself. Its loads run beside those of the results: 8 layers of 384 chunks are 6 a thread.
 #include "prim/exact.cuh"
 #include "prim/host.cuh"
 #include "prim/pipeline.cuh"
 
 using namespace prim;
 
-constexpr int kFields = 24, kThreads = 256, kResults = 6, kPublish = 512;
+constexpr int kFields = 24, kThreads = 256, kResults = 6, kPublish = 512, kUnions = 8;
 
 // A row of a field is `width` words in the device. In the blob it is `item` words for each of its columns, or for the row if the
 // field is one-dimensional (columns 0). pads: words of a row beyond the plan's become 0. fills: so do rows, with `fill`.
@@ -140,27 +143,42 @@ struct Result {
   int asked;                  // 1: only if a sequence of the plan wants alternatives
 };
 
+struct Union {
+  const int4* chunks;         // [*total] of moe_route.cu; w: the expert's first chunk in bits 0 to 17
+  const int* total;           // [1]
+};
+
 struct PublishParams {
   const int* live;            // [1] rows of every result
   const int* number;          // [1] of this launch
   const int* logprobs;        // [B] or null
   const int* live_seqs;       // [1]
   uint32_t* sequence;         // [1] mapped host memory
-  int count;
+  uint32_t* experts;          // [1] mapped host memory: distinct experts, the sum over `unions` layers; null if there are none
+  int count, unions;
   Result result[kResults];
+  Union hit[kUnions];
 };
 
 extern "C" __global__ void __launch_bounds__(kPublish) publish(const __grid_constant__ PublishParams p) {
-  __shared__ uint32_t asked;
+  __shared__ uint32_t asked, experts;
   const int t = threadIdx.x;
-  if (t == 0) asked = 0;
+  if (t == 0) asked = experts = 0;
   pdl_trigger();
   pdl_wait();
   __syncthreads();
   if (p.logprobs)
     for (int b = t; b < *p.live_seqs; b += kPublish)
       if (p.logprobs[b] > 0) or_shared(&asked, 1u);
+  int total[kUnions];
+#pragma unroll
+  for (int i = 0; i < kUnions; ++i) total[i] = i < p.unions ? *p.hit[i].total : 0;
   __syncthreads();
+  uint32_t mine = 0;
+#pragma unroll
+  for (int i = 0; i < kUnions; ++i)
+    for (int c = t; c < total[i]; c += kPublish) mine += (p.hit[i].chunks[c].w & 0x3ffff) == c;
+  if (mine) add_shared(&experts, mine);
   for (int i = 0; i < p.count; ++i) {
     const Result& r = p.result[i];
     if (r.asked && !asked) continue;
@@ -168,5 +186,6 @@ extern "C" __global__ void __launch_bounds__(kPublish) publish(const __grid_cons
     for (int v = t; v < vectors; v += kPublish) reinterpret_cast<uint4*>(r.to)[v] = reinterpret_cast<const uint4*>(r.from)[v];
   }
   __syncthreads();
+  if (t == 0 && p.experts) *p.experts = experts;
   if (t == 0) store_release_host(p.sequence, (uint32_t)*p.number);
 }

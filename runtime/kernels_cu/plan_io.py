@@ -15,7 +15,7 @@ from runtime.kernels_cu._call import Call, blocks, i32, ptr
 SOURCE = "plan_io.cu"
 ENTRIES = ("plan_read", "block_rows", "publish")
 THREADS, PUBLISH_THREADS = 256, 512  # kThreads, kPublish of plan_io.cu
-MOST_FIELDS, MOST_RESULTS = 24, 6  # kFields, kResults
+MOST_FIELDS, MOST_RESULTS, MOST_UNIONS = 24, 6, 8  # kFields, kResults, kUnions
 MOST_BLOCKS = 32  # 8,192 vectors of 16 bytes in flight: twice what 55 GB/s need at 1.2 us
 
 
@@ -44,12 +44,18 @@ class _Result(ctypes.Structure):
     _fields_ = [("from_", ctypes.c_void_p), ("to", ctypes.c_void_p), ("row_bytes", ctypes.c_int), ("asked", ctypes.c_int)]
 
 
+class _Union(ctypes.Structure):
+    """`Union` of plan_io.cu."""
+
+    _fields_ = [("chunks", ctypes.c_void_p), ("total", ctypes.c_void_p)]
+
+
 class PublishParams(ctypes.Structure):
     """`PublishParams` of plan_io.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("live", "number", "logprobs", "live_seqs", "sequence")),
-        ("count", ctypes.c_int), ("result", _Result * MOST_RESULTS),
+        *((name, ctypes.c_void_p) for name in ("live", "number", "logprobs", "live_seqs", "sequence", "experts")),
+        ("count", ctypes.c_int), ("unions", ctypes.c_int), ("result", _Result * MOST_RESULTS), ("hit", _Union * MOST_UNIONS),
     ]  # fmt: skip
 
 
@@ -159,14 +165,30 @@ def block_rows(
     return Call("block_rows", (blocks(streams * block, THREADS), 1, 1), THREADS, 0, (*pointers, *numbers))
 
 
-def publish(results: Sequence[Result], *, live: int, number: int, sequence: int, logprobs: int = 0, live_seqs: int = 0) -> Call:
+def publish(
+    results: Sequence[Result],
+    *,
+    live: int,
+    number: int,
+    sequence: int,
+    logprobs: int = 0,
+    live_seqs: int = 0,
+    unions: Sequence[tuple[int, int]] = (),
+    experts: int = 0,
+) -> Call:
     """Writes *live rows of every result to the host, then *number to `sequence` there.
 
     logprobs [B] with *live_seqs of them live: results marked `asked` go out only if one is above 0; 0: there are none such.
+    unions: addresses of the work lists `chunks` [*total, 4] i32 and of their `total` [1] that moe_route.cu has left, a pair a layer;
+    the distinct experts in them, summed, go to `experts` [1] u32 on the host.
     """
     if len(results) > MOST_RESULTS:
         raise ValueError(f"publish: {len(results)} results; at most {MOST_RESULTS}")
-    params = PublishParams(live, number, logprobs, live_seqs, sequence, len(results))
+    if len(unions) > MOST_UNIONS:
+        raise ValueError(f"publish: experts of {len(unions)} layers; at most {MOST_UNIONS}")
+    params = PublishParams(live, number, logprobs, live_seqs, sequence, experts if unions else 0, len(results), len(unions))
+    for i, (chunks, total) in enumerate(unions):
+        params.hit[i] = _Union(chunks, total)
     for i, result in enumerate(results):
         if result.at % 16 or result.to % 16 or result.row_bytes < 1:
             raise ValueError(f"publish: {result}; addresses must be multiples of 16, rows not empty")

@@ -45,7 +45,9 @@ def moe_w4(
         )
     dims = Dims(M=len(x), E=w13.E, H=w13.K, F=w2.K, top_k=expert.shape[1])
     config = r.choose(("moe_w4", dims), lambda: _config(r, dims))
-    at = r.scratch("moe_w4", family.workspace_bytes(dims, config))
+    sizes = family.workspace_bytes(dims, config)
+    at = r.scratch("moe_w4", sizes)
+    r.count_experts(at, sizes)
     at |= {"w13": w13.address, "w2": w2.address, "x": x.flat, "base": base.flat, "out": out.flat}
     at |= {"expert": expert.flat, "weight": weight.flat}
     routing, r.routing, scale = r.routing, None, 1.0

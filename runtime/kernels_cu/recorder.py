@@ -18,6 +18,7 @@ from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.arena import Arena
 from runtime.kernels_cu.array import NUMPY, DeviceArray, dtype_name
 from runtime.kernels_cu.device import Device, Runnable
+from runtime.kernels_cu.plan_io import MOST_UNIONS
 from runtime.kernels_cu.residency import Loader
 from runtime.ops import OPS
 from runtime.shapes import bind, parse
@@ -95,6 +96,9 @@ class Recorder:
         self.arena = Arena(device)
         self.recorded: list[Recorded] = []
         self.weight_bytes = 0
+        self.moe_layers = 0  # whose experts are here
+        self.unions: list[tuple[int, int]] = []  # work lists (chunks, total) of this recording's layers that `count_experts` chose
+        self._recorded_layers = 0
         self._loader: Loader | None = None
         self.live = Live()
         self.routing: Routing | None = None  # between a route and its moe_w4
@@ -122,6 +126,7 @@ class Recorder:
         nbytes = weight.E * expert_bytes(weight.N, weight.K)
         address = self.device.alloc(nbytes)
         self.weight_bytes += nbytes
+        self.moe_layers += weight.interleaved  # gate and up, once a layer
         if isinstance(weight, W4Source):
             exponent = self._loading().experts(weight, address)
         else:
@@ -164,6 +169,19 @@ class Recorder:
         """Addresses of a family's scratch arrays by field: shared by all layers and buckets, zero when they are made."""
         return {field: self.arena.take(f"{family}.{field}", nbytes) for field, nbytes in sizes.items()}
 
+    def count_experts(self, at: dict[str, int], sizes: Mapping[str, int]) -> None:
+        """Gives the work list of every n-th layer a place of its own in `at`, so that it is still there when the step is done.
+
+        n is the least that leaves MOST_UNIONS layers: the count is the mean of all layers of a model of up to 8, else of 5 to 8
+        evenly spread ones. A list of its own is cold when the layer writes it: an estimated 0.5 us each, too much for all 60
+        layers of Kimi K2.6 (GPU-unverified).
+        """
+        layer, every = self._recorded_layers, -(-self.moe_layers // MOST_UNIONS)
+        self._recorded_layers += 1
+        if every and layer % every == 0 and len(self.unions) < MOST_UNIONS:
+            at |= self.scratch(f"moe_w4.{layer}", {name: sizes[name] for name in ("chunks", "total")})
+            self.unions.append((at["chunks"], at["total"]))
+
     # ------------------------------------------------------------ launches
     @contextmanager
     def recording(self, alive: DeviceArray | None = None, live: Live | None = None) -> Iterator[list[Recorded]]:
@@ -171,6 +189,7 @@ class Recorder:
         row is. live: where the counts of this recording stand."""
         self.settle()
         self.recorded, self._alive, self.live = [], alive, live or Live()
+        self.unions, self._recorded_layers = [], 0
         self.routing = self.planned = None
         try:
             yield self.recorded

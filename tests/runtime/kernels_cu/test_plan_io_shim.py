@@ -191,7 +191,37 @@ def test_results_reach_the_host(shim, rng):
     check_results(shim, rng)
 
 
+def work_list(rng, experts: int, chunk_rows: int, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """What moe_route.cu leaves for random choices: chunks, with stale ones behind, their number, and the experts that were hit."""
+    rows = rng.integers(0, most + 1, experts)
+    chunks = [
+        (e, 0, 0, first | (-(-n // chunk_rows)) << 18)
+        for e, n in enumerate(rows)
+        for first in [int((-(-rows[:e] // chunk_rows)).sum())]
+        for _ in range(-(-n // chunk_rows))
+    ]
+    stale = [(0, 0, 0, i | 1 << 18) for i in range(len(chunks), len(chunks) + 5)]
+    return np.array([*chunks, *stale], np.int32), np.array([len(chunks)], np.int32), int((rows > 0).sum())
+
+
+def check_experts(get, rng) -> None:
+    for layers, experts in ((0, 0), (1, 1), (3, 40), (8, 384)):
+        lists = [work_list(rng, experts, 8, 40) for _ in range(layers)]
+        numbers, seen = np.array([0, 3], np.int32), np.full(2, 77, np.uint32)
+        at = address(numbers)
+        unions = [(address(chunks), address(total)) for chunks, total, _ in lists]
+        run_call(get(ENTRY, {}), publish([], live=at, number=at + 4, sequence=address(seen), experts=address(seen) + 4, unions=unions))
+        assert seen.tolist() == [3, sum(hit for *_, hit in lists) if layers else 77]
+
+
+def test_distinct_experts_are_counted(shim, rng):
+    check_experts(shim, rng)
+
+
 FAULTS = {
+    "chunks for experts": ("mine += (p.hit[i].chunks[c].w & 0x3ffff) == c", "mine += 1"),
+    "stale chunks": ("? *p.hit[i].total : 0", "? *p.hit[i].total + 3 : 0"),
+    "a layer short": ("i < p.unions ? *p", "i + 1 < p.unions ? *p"),
     "a tail without its fill": ("v = make_uint4(read.x, live > 1 ? read.y : f.fill,", "v = make_uint4(read.x, read.y,"),
     "words that keep what they held": ("column < p.words ? ldg32_host", "column < p.words + 1 ? ldg32_host"),
     "a stride of the blob": ("f.to[row * f.width + column] =", "f.to[row * p.words + column] ="),
@@ -212,6 +242,7 @@ def test_a_fault_in_the_kernel_shows(tmp_path, rng, fault):
         check_drafts(get, rng)
         check_rows(get, rng)
         check_results(get, rng)
+        check_experts(get, rng)
 
 
 def test_both_sides_agree_on_sizes(shim):
@@ -235,6 +266,8 @@ def test_what_the_kernels_cannot_take_is_named():
         block_rows(1, 1, 0, 0, **dict.fromkeys(("root", "pos", "live", "token", "row_pos", "seq", "mask_rows", "live_masks"), 0))
     with pytest.raises(ValueError, match="7 results"):
         publish([Result(0, 0, 4)] * 7, live=0, number=0, sequence=0)
+    with pytest.raises(ValueError, match="experts of 9 layers; at most 8"):
+        publish([], live=0, number=0, sequence=0, unions=[(0, 0)] * 9)
 
 
 @needs_nvrtc
