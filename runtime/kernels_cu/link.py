@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from runtime.kernels_cu.device import Device
 
 U8 = NDArray[np.uint8]
-_NON_BLOCKING, _NO_TIMING = 1, 2  # CU_STREAM_NON_BLOCKING, CU_EVENT_DISABLE_TIMING
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_SLEEPING, _NO_TIMING = 1, 2  # CU_EVENT_BLOCKING_SYNC: who waits leaves its core to those who read; CU_EVENT_DISABLE_TIMING
 
 
 class Link(Protocol):
@@ -24,6 +26,9 @@ class Link(Protocol):
 
     def pinned(self, nbytes: int) -> U8:
         """Page-locked host memory; lives until `close`."""
+
+    def use(self) -> None:
+        """To be called once by each further thread that enqueues or waits here."""
 
     def send(self, host: U8, to: int) -> None:
         """Enqueues a copy of pinned memory to a device address."""
@@ -45,10 +50,12 @@ class Link(Protocol):
 
 
 class CudaLink:
-    """A `Link` of the current context."""
+    """A `Link` of the current context. GPU-unverified: several threads, events that sleep."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._context = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(self._context))
         stream = ctypes.c_void_p()
         _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
         self.stream = int(stream.value or 0)
@@ -62,17 +69,20 @@ class CudaLink:
         self._memory.append(memory)
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(memory.value or 0))
 
+    def use(self) -> None:
+        _call("cuCtxSetCurrent", self._context)
+
     def send(self, host: U8, to: int) -> None:
         source, size = ctypes.c_void_p(host.ctypes.data), ctypes.c_size_t(host.nbytes)
-        _call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(to), source, size, ctypes.c_void_p(self.stream))
+        _short("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(to), source, size, ctypes.c_void_p(self.stream))
 
     def mark(self, slot: int) -> None:
         if slot not in self._events:
             self._events[slot] = _event()
-        _call("cuEventRecord", self._events[slot], ctypes.c_void_p(self.stream))
+        _short("cuEventRecord", self._events[slot], ctypes.c_void_p(self.stream))
 
     def wait(self, slot: int) -> None:
-        if slot in self._events:
+        if slot in self._events and _held().cuEventQuery(self._events[slot]):  # not yet, or a fault, which the next call tells
             _call("cuEventSynchronize", self._events[slot])
 
     def begin(self) -> None:
@@ -95,9 +105,20 @@ class CudaLink:
 
 def _event() -> ctypes.c_void_p:
     event = ctypes.c_void_p()
-    _call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_NO_TIMING))
+    _call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_SLEEPING | _NO_TIMING))
     return event
 
 
 def _call(name: str, *arguments: Any) -> None:
     _check(name, getattr(_driver(), name)(*arguments))
+
+
+@cache
+def _held() -> ctypes.PyDLL:
+    """The driver, called without giving Python's lock away: for calls of a few microseconds, after which 16 readers would be
+    waiting for it in front of the caller."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def _short(name: str, *arguments: Any) -> None:
+    _check(name, getattr(_held(), name)(*arguments))

@@ -131,7 +131,7 @@ def test_slots_are_reused_only_when_they_are_free(shim, folder):
         assert link.closed and link.sent > 40 and 1 < link.most <= 4
 
 
-def test_experts_larger_than_a_slot_come_in_strips(shim, folder):
+def test_experts_larger_than_a_slot_come_in_strips_and_small_ones_together(shim, folder):
     with Checkpoint.open(folder) as ckpt:
         names = [f"model.layers.1.mlp.experts.{e}." for e in range(3)]
         from model.pack_w4 import w4_source
@@ -139,11 +139,12 @@ def test_experts_larger_than_a_slot_come_in_strips(shim, folder):
         both = w4_source([(ckpt.triple(f"{n}gate_proj"), ckpt.triple(f"{n}up_proj")) for n in names])
         down = w4_source([(ckpt.triple(f"{n}down_proj", None, slice(32, 96)),) for n in names])
         strip = 64 * 128 * 9 // 16 + 4 * 256
-        for source, fit in ((both, strip), (down, strip), (both, 1 << 20)):
-            _, link = stream(shim, [], source, slot_bytes=fit)
+        sent = []
+        for source, fit in ((both, strip), (down, strip), (both, 1 << 20), (both, 2 * both.N * 128 * 9 // 16 + 4 * 256)):
+            sent.append(stream(shim, [], source, slot_bytes=fit)[1].sent)
+        assert sent == [3 * both.N // 64, 3 * down.N // 64, 1, 2]
         with pytest.raises(ValueError, match="64 rows of 128 INT4 inputs are more than a slot of 4000 bytes"):
             stream(shim, [], both, slot_bytes=4000)
-    assert link.sent == 3
 
 
 def test_hashed_weights_need_no_file(shim):
