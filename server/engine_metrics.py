@@ -45,7 +45,7 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("seats", "Choices that may run at once: fewer than --max-num-seqs under --tpot-target-ms.", stats.seats)
     yield GaugeMetricFamily("kv_cache_usage_perc", "Share of cache pages held by sequences; 1 is full.", stats.kv_cache_usage)
     yield GaugeMetricFamily("step_milliseconds", "Moving mean of a step.", stats.step_ms_ema)
-    yield GaugeMetricFamily("experts_hit", "Distinct experts that a layer hit in the last step, mean over layers (on a GPU 8 of them).", stats.experts)
+    yield GaugeMetricFamily("experts_hit", "Distinct experts that a layer hit in the last step, mean over layers.", stats.experts)
     yield GaugeMetricFamily("experts", "Experts of a layer; 0: not known.", stats.experts_total)
     threshold = "Rows of a step from which further ones cost less than a quarter of the average row; 0: not within what was run."
     yield GaugeMetricFamily("threshold_rows", threshold, stats.threshold or 0)
