@@ -244,6 +244,8 @@ def load(
     def layer(i: int) -> Layer:
         p, heads = f"model.layers.{i}.", c.heads // tp
         a = f"{p}self_attn."
+        # first what a backend fetches alone: it goes on while kv_b is turned here
+        block = mlp(f"{p}mlp.", c.dense_width) if i < c.dense_layers else moe(f"{p}mlp.")
         kv_b = get(f"{a}kv_b_proj", part(c.heads * (c.nope + c.value))).read().reshape(heads, c.nope + c.value, c.latent)
         made = Layer(
             input_norm=backend.param(get(f"{p}input_layernorm")),
@@ -255,7 +257,7 @@ def load(
             w_uv=backend.param(kv_b[:, c.nope :]),
             o=backend.param(get(f"{a}o_proj", None, part(c.heads * c.value))),
             post_norm=backend.param(get(f"{p}post_attention_layernorm")),
-            mlp=mlp(f"{p}mlp.", c.dense_width) if i < c.dense_layers else moe(f"{p}mlp."),
+            mlp=block,
         )
         progress(f"layer {i}")
         return made
