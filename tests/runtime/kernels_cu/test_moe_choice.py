@@ -21,7 +21,7 @@ def dims(m: int, tp: int = 1) -> Dims:
 
 
 def test_every_tuned_entry_is_legal_and_above_its_floor():
-    entries = read_tuned("h200")
+    entries = {key: entry for key, entry in read_tuned("h200").items() if key.startswith("moe_w4")}
     assert len(entries) >= 25
     for key, entry in entries.items():
         experts, hidden, width, top_k, m = (int(v) for v in re.fullmatch(r"moe_w4 E=(\d+) H=(\d+) F=(\d+) k=(\d+) M=(\d+)", key).groups())
