@@ -139,7 +139,7 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
     wgmma_commit();
   }
   auto give_back = [&](int k) {
-    if (lane == 0) bar_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + k).slot);
+    warp_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + k).slot, lane);
   };
   wgmma_wait<3>();
   give_back(0);
@@ -173,7 +173,9 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
     }
   }
   __syncwarp();
-  if (lane < 4) bar_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + lane).slot);
+  if (EVERY_LANE_ARRIVES)
+    for (int k = 0; k < 4; ++k) bar_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + k).slot);
+  else if (lane < 4) bar_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + lane).slot);
 #endif
 }
 
@@ -316,7 +318,7 @@ struct Walker {
     }
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) bar_arrive(tail(kReady));
+    warp_arrive(tail(kReady), lane);
   }
 
   // If the maxima moved, what was summed under the old ones shrinks.
@@ -349,20 +351,20 @@ struct Walker {
   template <int FROM, int TO> __device__ __forceinline__ void score_tile(const Cursor& at, bool last) {
     score<FROM, TO>(s, base, at, w, lane);
     __syncwarp();
-    if (TO == kBoxes && last && lane == 0) bar_arrive(tail(kQFree));
+    if (TO == kBoxes && last) warp_arrive(tail(kQFree), lane);
   }
 
   __device__ __forceinline__ Cursor walk(const Item& it, Cursor at) {
     const int tiles = it.tiles;
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
     if (group == 0) score_tile<0, kBoxes>(at, tiles <= 2);
-    else if (tiles == 1 && lane == 0) bar_arrive(tail(kQFree));
+    else if (tiles == 1) warp_arrive(tail(kQFree), lane);
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, own -= kTile) {
       const bool owner = (j & 1) == group, next = !owner && j + 1 < tiles;
       const Cursor then = at.plus(kBoxes);
       if (owner) {
-        if (lane == 0) bar_arrive(tail(kEmpty) + 8 * at.slot);   // the rope box
+        warp_arrive(tail(kEmpty) + 8 * at.slot, lane);     // the rope box
         if (own < kTile) mask(it, -own);
         soften();
       } else if (AHEAD && next) {
@@ -373,7 +375,7 @@ struct Walker {
       if (own < kTile) scrub(base, at, group, own);
       mix(o, base, at, group, w, lane);
       __syncwarp();
-      if (lane == 0) bar_arrive(tail(kTaken));
+      warp_arrive(tail(kTaken), lane);
       if constexpr (AHEAD < kBoxes)
         if (next) score_tile<AHEAD, kBoxes>(then, j + 3 >= tiles);
       at = then;
@@ -436,7 +438,7 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
         }
       }
       __syncwarp();
-      if (lane == 0) bar_arrive(tail + kTaken);
+      warp_arrive(tail + kTaken, lane);
     }
     named_barrier(3, kHearers);
     if (c < kN) {
@@ -462,11 +464,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
-      bar_init(tail + kEmpty + 8 * i, 4);
+      bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
     }
-    bar_init(tail + kReady, 4);
-    bar_init(tail + kTaken, 8 + kAdders);
-    bar_init(tail + kQFree, 8);
+    bar_init(tail + kReady, 4 * kLaneArrivals);
+    bar_init(tail + kTaken, (8 + kAdders) * kLaneArrivals);
+    bar_init(tail + kQFree, 8 * kLaneArrivals);
     bar_init_fence();
   }
 #if USE_WGMMA

@@ -49,11 +49,13 @@ struct Walker {
   __device__ __forceinline__ smem_t tail(int at) const { return base + kTailAt + at; }
   __device__ __forceinline__ void release(const Cursor& at, int box, int boxes) const {
     __syncwarp();
-    if (lane < boxes) bar_arrive(tail(kEmpty) + 8 * (at.slot + box + lane));
+    if (EVERY_LANE_ARRIVES)
+      for (int i = 0; i < boxes; ++i) bar_arrive(tail(kEmpty) + 8 * (at.slot + box + i));
+    else if (lane < boxes) bar_arrive(tail(kEmpty) + 8 * (at.slot + box + lane));
   }
   __device__ __forceinline__ void release_queries() const {
     __syncwarp();
-    if (lane == 0) bar_arrive(tail(kQFree));
+    warp_arrive(tail(kQFree), lane);
   }
 
   // s = queries times a tile's keys, boxes FROM to TO of the order in which they land. Under way when it returns.
@@ -160,7 +162,7 @@ struct Walker {
     }
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) bar_arrive(tail(kReady) + 8 * GROUP);
+    warp_arrive(tail(kReady) + 8 * GROUP, lane);
   }
   template <int OWNER> __device__ __forceinline__ void wait_weights() const { bar_wait(tail(kReady) + 8 * OWNER, walked[OWNER] & 1); }
   // o follows the maxima that come with the owner's P.
@@ -312,11 +314,11 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
-      bar_init(tail + kEmpty + 8 * i, 4);
+      bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
     }
-    bar_init(tail + kReady, 4);
-    bar_init(tail + kReady + 8, 4);
-    bar_init(tail + kQFree, 8);
+    bar_init(tail + kReady, 4 * kLaneArrivals);
+    bar_init(tail + kReady + 8, 4 * kLaneArrivals);
+    bar_init(tail + kQFree, 8 * kLaneArrivals);
     bar_init_fence();
   }
   if (threadIdx.x == 256) {

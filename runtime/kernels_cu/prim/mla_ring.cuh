@@ -10,6 +10,15 @@
 [[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
 constexpr float kNever = -1e30f, kSlack = 8.f;  // a maximum before any key; what a score may pass a maximum by, in powers of two
 
+#ifndef EVERY_LANE_ARRIVES    // for racecheck, which does not follow a __syncwarp before one lane's arrival
+#define EVERY_LANE_ARRIVES 0
+#endif
+// A warp has met and is done with what a barrier guards: one lane arrives for all. A barrier counts kLaneArrivals for each warp.
+constexpr int kLaneArrivals = EVERY_LANE_ARRIVES ? 32 : 1;
+__device__ __forceinline__ void warp_arrive(smem_t barrier, int lane) {
+  if (EVERY_LANE_ARRIVES || lane == 0) bar_arrive(barrier);
+}
+
 struct Cursor {  // the ring's slot of a tile's first box
   int slot;
   uint32_t phase;

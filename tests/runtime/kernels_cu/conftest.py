@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from runtime.kernels_cu import moe_config, tree_mla_config
 from runtime.w4 import dequantise, pack
 
 bf16 = ml_dtypes.bfloat16
@@ -49,6 +52,21 @@ class Layer:
                 total = total + self.weight[m, j] * (dequantise(self.w2, int(e)) @ hidden)
             out[m] = total
         return out
+
+
+@pytest.fixture
+def every_lane_arrives(monkeypatch):
+    """Kernels whose warps arrive at barriers with all lanes, where one does otherwise."""
+    for config in (moe_config.Config, tree_mla_config.Config):
+        built = config.defines
+        monkeypatch.setattr(config, "defines", lambda self, *dims, built=built: {**built(self, *dims), "EVERY_LANE_ARRIVES": 1})
+
+
+@pytest.fixture(autouse=True)
+def for_racecheck(request):
+    """compute-sanitizer --tool racecheck does not follow a __syncwarp before one lane's arrival: tools/sanitize.py sets this."""
+    if os.environ.get("EVERY_LANE_ARRIVES") == "1":
+        request.getfixturevalue("every_lane_arrives")
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from runtime.kernels_cu.moe_config import Config, Dims
 from runtime.kernels_cu.moe_w4 import build_kernels, layer_launches, workspace_bytes
 
 pytestmark = pytest.mark.gpu
-# compute-sanitizer --tool racecheck does not follow a __syncwarp before one lane's arrival: run it with this set.
-EVERY_LANE_ARRIVES = os.environ.get("MOE_EVERY_LANE_ARRIVES") == "1"
 bf16 = ml_dtypes.bfloat16
 
 DIMS = Dims(M=37, E=12, H=512, F=256, top_k=4)
@@ -31,13 +27,6 @@ HOPPER = [
     Config(octets=4, stages=3, blocks=1, warps=8, rows13=8, rows2=8, wgmma=True, wide=True, batch=2, fewest=3),
     Config(octets=12, stages=3, blocks=1, warps=8, wgmma=True, wide=True, fragments=2, batch=2, fewest=6),
 ]
-
-
-@pytest.fixture(autouse=True)
-def arrivals(monkeypatch):
-    if EVERY_LANE_ARRIVES:
-        defines = Config.defines
-        monkeypatch.setattr(Config, "defines", lambda self: {**defines(self), "EVERY_LANE_ARRIVES": 1})
 
 
 class Device:

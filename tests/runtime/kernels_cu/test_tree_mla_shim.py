@@ -99,6 +99,18 @@ def test_other_order_of_threads(shim, name):
     check_bitwise(run(batch, shim, config, descending=True), run(batch, shim, config))
 
 
+@pytest.mark.parametrize(
+    "name", ["tree, several splits", "ragged, one split", "wgmma: tree, several splits", "rows: nine tiles in one split"]
+)
+@pytest.mark.parametrize("descending", [False, True])
+def test_the_build_for_racecheck_has_the_same_bits(shim, request, name, descending):
+    config, batch = CASES[name]
+    want = run(batch, shim, config)
+    request.getfixturevalue("every_lane_arrives")
+    assert config.defines(8)["EVERY_LANE_ARRIVES"] == 1
+    check_bitwise(run(batch, shim, config, descending=descending), want)
+
+
 @pytest.mark.parametrize("config", [TINY, FINE, WIDE, ROWS], ids=["tiny", "fine", "wide", "rows"])
 def test_chains_need_no_ancestor_words(shim, config):
     """The causal build against the definition, with words that say the opposite."""
