@@ -7,8 +7,8 @@ Reads run ahead across tensors: `source` and `experts` return when their jobs ar
 when all has been enqueued and what the device does next comes after it. A window's columns are cut by the reader, so each slot is
 one contiguous copy. Hashed windows are written by a kernel in the same order and touch no host memory.
 
-A slot of 16 MiB holds gate and up of an expert of Kimi K2.6, or down of two, or a rank's share of seven at TP 8: small copies and
-launches cost Python's time. Copies of 16 MiB reach 54.6 of 55.4 GB/s on an H200's PCIe 5.0 x16, and a thread reads some 3 GB/s
+A slot of 16 MiB holds gate and up of an expert of Kimi K2.6, or down of two, or a rank's gate and up of eight at TP 8: small
+copies and launches cost Python's time. Copies of 16 MiB reach 54.6 of 55.4 GB/s on an H200's PCIe 5.0 x16, and a thread reads some 3 GB/s
 from the page cache, so threads are what it takes. Repacking costs 4 % of the copy's time.
 """
 
@@ -49,7 +49,7 @@ class Loader:
         """Writes a weight's numbers, row after row, to a device address that `alloc` gave."""
         self.readers.begin()  # alloc's zeroes come first
         job: list[tuple[FileWindow, int]] = []
-        first = used = done = 0
+        first = used = read = done = 0
         for window in source.windows:
             row_bytes = window.shape[1] * ITEM_BYTES[window.dtype]
             if isinstance(window, HashWindow):
@@ -58,16 +58,16 @@ class Loader:
                 continue
             if row_bytes > self._slot_bytes:
                 raise ValueError(f"a row of {row_bytes} bytes in {window.path} is longer than a slot of {self._slot_bytes}")
-            row = 0
+            row, whole = 0, window.width * ITEM_BYTES[window.dtype]  # a row is read whole, then cut: no job reads more than a slot
             while row < window.shape[0]:
-                if job and (used + row_bytes > self._slot_bytes or first + used != done):
+                if job and (read + whole > self._slot_bytes or first + used != done):
                     self.readers.submit(Job(tuple(job), used, to + first))
-                    job, used = [], 0
+                    job, used, read = [], 0, 0
                 if not job:
                     first = done
-                rows = min(window.shape[0] - row, (self._slot_bytes - used) // row_bytes)
+                rows = min(window.shape[0] - row, max(1, (self._slot_bytes - read) // whole))
                 job.append((window.part(row, row + rows), used))
-                row, used, done = row + rows, used + rows * row_bytes, done + rows * row_bytes
+                row, used, read, done = row + rows, used + rows * row_bytes, read + rows * whole, done + rows * row_bytes
         if job:
             self.readers.submit(Job(tuple(job), used, to + first))
 
@@ -81,7 +81,8 @@ class Loader:
         most = room // (UNIT_ROWS * groups * (GROUP // 2 + 2))
         if not most:
             raise ValueError(f"64 rows of {source.K} INT4 inputs are more than a slot of {self._slot_bytes} bytes")
-        several = max(1, most // strips)  # experts in a slot, or else strips of one
+        read = sum(_read_bytes(t.words) + _read_bytes(t.scale) for t in source.experts[0])
+        several = max(1, min(most // strips, self._slot_bytes // max(1, read)))  # experts in a slot, or else strips of one
         several = -(-source.E // -(-source.E // several))  # jobs of one size
         most = -(-strips // -(-strips // most))
         for e in range(0, source.E, several):
@@ -145,3 +146,8 @@ def _only(source: Source) -> Window:
     if len(source.windows) != 1:
         raise ValueError(f"INT4 words and scales lie in one window each, not in {len(source.windows)}")
     return source.windows[0]
+
+
+def _read_bytes(source: Source) -> int:
+    """What a reader fetches for a matrix: whole rows, also where columns are cut; nothing for hashed numbers."""
+    return sum(w.shape[0] * w.width * ITEM_BYTES[w.dtype] for w in source.windows if isinstance(w, FileWindow))
