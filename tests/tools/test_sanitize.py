@@ -1,0 +1,117 @@
+"""tools/sanitize.py with a stand-in for compute-sanitizer: logs, counts, time, verdicts, records."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import sanitize
+from tools.sanitize import FAMILIES, FAULTS, PLANTED, ROOT, TOOLS, Found, read_counts, read_log, verdict
+
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+BAD = (
+    "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4 bytes\n=========     at moe_w4+0x50\n"
+    "=========     by thread (3,0,0) in block (0,0,0)\n========= ERROR SUMMARY: 12 errors\n"
+)
+RACE = (
+    "========= COMPUTE-SANITIZER\n========= Error: Race reported between Write access at f+0x10\n"
+    "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
+)
+# Says what the tests' tools say: racecheck finds two hazards in tree_mla unless all lanes arrive, memcheck 12 errors where planted.
+STAND_IN = """#!{python}
+import os, sys, time
+tool, log, command = sys.argv[2], sys.argv[6], " ".join(sys.argv[7:])
+planted, quiet = "--plant" in command, {quiet!r}
+said = {{"race": {race!r}, "bad": {bad!r}, "clean": {clean!r}}}
+if "test_residency" in command:
+    time.sleep(30)
+hazards = planted or ("tree_mla" in command and not os.environ.get("EVERY_LANE_ARRIVES"))
+text = said["race" if hazards else "clean"] if tool == "racecheck" else said["bad" if planted and tool != quiet else "clean"]
+if tool == "racecheck":
+    text = text.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+if "linear_lt" not in command:
+    open(log, "w").write(text)
+print("1 failed, 2 passed in 1.0s" if "moe_w4" in command and tool == "synccheck" else "3 passed in 0.5s")
+"""
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch, capsys):
+    """Runs the tool over families; (exit status, records, what was printed)."""
+
+    def run(families: str, quiet: str = "", limit: float = 60.0):
+        program, records = tmp_path / "compute-sanitizer", tmp_path / "found.jsonl"
+        program.write_text(STAND_IN.format(python=sys.executable, quiet=quiet, race=RACE, bad=BAD, clean=CLEAN))
+        program.chmod(0o755)
+        monkeypatch.setattr(sanitize, "provenance", lambda commit: {"gpu": "none", "commit": commit})
+        plain = [sys.executable, "-c", "print('3 passed in 0.1s')"]
+        command_of = sanitize.command_of
+        monkeypatch.setattr(
+            sanitize, "command_of", lambda family, tool: plain if tool == "plain" else command_of(family, tool)
+        )  # fmt: skip
+        options = ["--families", families, "--sanitizer", str(program), "--json", str(records), "--limit", str(limit), "--commit", "abc"]
+        status = sanitize.main(options)
+        return status, [json.loads(line) for line in records.read_text().splitlines()], capsys.readouterr().out
+
+    return run
+
+
+def test_logs_are_read():
+    assert read_log(CLEAN) == (0, 0, "") and read_log("========= COMPUTE-SANITIZER\n") is None
+    errors, hazards, first = read_log(BAD)
+    assert (errors, hazards) == (12, 0) and first.startswith("Invalid __global__ write of size 4 bytes | at moe_w4+0x50")
+    assert read_log(RACE)[:2] == (0, 2)
+    assert read_counts("x\n4 passed, 2 deselected in 3.0s") == (4, 0) and read_counts("1 failed, 2 passed, 1 error in 3s") == (2, 2)
+
+
+def test_all_clean_is_success_and_recorded(ran):
+    status, records, text = ran("tree_mla,model")
+    assert status == 0 and len(records) == 2 + 4 * 3, text
+    assert {r["commit"] for r in records} == {"abc"} and all(r["state"] == "done" and len(r["kernels"]) == 12 for r in records)
+    assert re.search(r"tree_mla +3 passed +0 errors +0 hazards +0 errors +0 errors", text)
+    assert re.search(r"planted +12 errors +2 hazards +12 errors +12 errors", text)
+
+
+def test_failures_time_and_missing_logs_are_no_success(ran):
+    status, records, text = ran("moe_w4,linear_lt,residency", limit=6.0)
+    state = {(r["tool"], r["family"]): r["state"] for r in records}
+    assert status == 1 and state["synccheck", "moe_w4"] == state["memcheck", "linear_lt"] == "failed"
+    assert state["memcheck", "moe_w4"] == "done" and state["memcheck", "residency"] == "timeout"
+    assert "memcheck over residency: timeout" in text
+
+
+def test_a_blind_tool_shows(ran):
+    status, _, text = ran("model", quiet="initcheck")
+    assert status == 1 and "initcheck is blind: 0 errors where a fault is planted" in text
+
+
+def test_a_finding_shows():
+    found = [Found("racecheck", "tree_mla", "done", hazards=2, passed=3, first="Race"), Found("memcheck", PLANTED, "done", errors=1)]
+    assert verdict(found) == ["racecheck over tree_mla: 2 hazards (Race)"]
+    assert verdict([Found("memcheck", "model", "not run")]) == ["memcheck over model: not run ()"]
+
+
+def test_unknown_names_and_a_missing_program(monkeypatch, capsys):
+    assert sanitize.main(["--tools", "leakcheck"]) == 2 and "leakcheck; there are memcheck" in capsys.readouterr().err
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda given: None)
+    assert sanitize.main([]) == 2 and "was not found" in capsys.readouterr().err
+
+
+def test_each_tool_has_its_fault():
+    assert re.findall(r"void (\w+)\(", FAULTS) == list(TOOLS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_names_tests(family):
+    """Each expression picks some GPU tests, and each file exists."""
+    file, chosen = FAMILIES[family]
+    assert Path(ROOT / file).is_file()
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
+    found = subprocess.run([*command, *(["-k", chosen] if chosen else [])], cwd=ROOT, capture_output=True, text=True, check=False)
+    count = len([line for line in found.stdout.splitlines() if "::" in line])
+    assert 1 <= count <= 48, found.stdout[-400:]

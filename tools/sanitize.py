@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Runs compute-sanitizer over small tests of every kernel family: a table of what each tool found, and a record of each cell.
+
+    python tools/sanitize.py                                        # all tools, all families; needs a GPU and compute-sanitizer
+    python tools/sanitize.py --tools racecheck --families tree_mla,moe_w4 --json tools/results/sanitizer_h200.jsonl
+
+memcheck counts bad addresses, racecheck hazards in shared memory, initcheck reads of device memory nobody wrote, synccheck barriers
+misused. First every family runs without a tool, so that kernels are compiled once and a broken test is not taken for a finding; then
+tools and families run side by side, a process each. What has not run when the time is up is recorded as such, and is no success.
+`planted` is a family of four kernels with one fault each: a tool that does not find its own is blind, and so is its column.
+
+racecheck does not follow a __syncwarp before a single lane's arrival at an mbarrier and would report each: it gets builds in which
+all lanes arrive (EVERY_LANE_ARRIVES=1). CuPy's memory pool is off, so that memcheck sees where an array ends.
+GPU-unverified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.bench_moe import provenance
+from tools.gpu_tests import kernels_digest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "tools" / "results" / "sanitizer_h200.jsonl"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+KERNELS = "tests/runtime/kernels_cu/"
+# family -> test file, pytest's -k: a few small shapes of each build
+FAMILIES = {
+    "moe_w4": (f"{KERNELS}test_moe_w4_gpu.py", "test_layer_matches or test_routing"),
+    "tree_mla": (f"{KERNELS}test_tree_mla_gpu.py", "(test_ragged and 48) or (test_heads and (rows-5 or rows-16 or 1-5 or 8-16))"),
+    "linear_stream": (f"{KERNELS}test_linear_stream_gpu.py", "test_is_the_definition"),
+    "linear_lt": (f"{KERNELS}test_linear_lt_gpu.py", "test_is_the_definition"),
+    "small ops": (f"{KERNELS}test_small_ops_gpu.py", "test_every_family"),
+    "residency": (f"{KERNELS}test_residency_gpu.py", ""),
+    "model": (f"{KERNELS}test_backend_gpu.py", "test_the_model and tiny and 64"),
+}
+PLANTED = "planted"
+START = "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))"
+FAULTS = r"""
+extern "C" __global__ void memcheck(int* a) { a[threadIdx.x + (1 << 20)] = 1; }
+extern "C" __global__ void racecheck(int* a) { __shared__ int s[64]; s[threadIdx.x] = threadIdx.x; a[threadIdx.x] = s[threadIdx.x ^ 32]; }
+extern "C" __global__ void initcheck(int* a) { a[threadIdx.x] += 1; }
+extern "C" __global__ void synccheck(int* a) { if (threadIdx.x < 40) { __syncthreads(); a[threadIdx.x] = 1; } }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a tool said of a family. state: done, timeout, failed (tests, or no summary) or not run; first: its first message."""
+
+    tool: str
+    family: str
+    state: str
+    errors: int = 0
+    hazards: int = 0
+    passed: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    first: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return self.state == "done" and not self.errors and not self.hazards
+
+    @property
+    def cell(self) -> str:
+        if self.state != "done":
+            return self.state
+        return f"{self.hazards} hazards" if self.tool == "racecheck" else f"{self.errors} errors"
+
+
+def read_log(text: str) -> tuple[int, int, str] | None:
+    """(errors, hazards, first message) of compute-sanitizer's log; None where it has no summary, so the tool did not end."""
+    races = re.findall(r"RACECHECK SUMMARY: (\d+) hazards?", text)
+    errors = re.findall(r"ERROR SUMMARY: (\d+) errors?", text)
+    if not races and not errors:
+        return None
+    lines = [line.lstrip("= ").strip() for line in text.splitlines() if line.startswith("=========")]
+    said = [
+        line for line in lines if line and not re.match(r"COMPUTE-SANITIZER|(RACECHECK|ERROR|LEAK) SUMMARY|Host Frame|Saved host", line)
+    ]
+    return sum(map(int, errors)), sum(map(int, races)), " | ".join(said[:3])[:400]
+
+
+def read_counts(text: str) -> tuple[int, int]:
+    """(passed, failed) of pytest's last line."""
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", text.strip().rpartition("\n")[2])}
+    return counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
+
+
+def command_of(family: str, tool: str) -> list[str]:
+    """What runs a family's tests in one process."""
+    if family == PLANTED:
+        return [sys.executable, str(Path(__file__).resolve()), "--plant", tool]
+    file, chosen = FAMILIES[family]
+    return [sys.executable, "-c", START, "-q", "-m", "gpu", "-p", "no:cacheprovider", file, *(["-k", chosen] if chosen else [])]
+
+
+def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
+    """One process, with a tool or without ("plain"), that ends by `end` of the monotonic clock."""
+    begin = time.monotonic()
+    if begin >= end:
+        return Found(tool, family, "not run")
+    environment = {**os.environ, **({"EVERY_LANE_ARRIVES": "1"} if tool == "racecheck" else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        log, command = Path(folder) / "log", command_of(family, tool)
+        if tool != "plain":
+            command = [sanitizer, "--tool", tool, "--print-limit", "20", "--log-file", str(log), *command]
+        try:
+            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=end - begin, check=False)
+        except subprocess.TimeoutExpired:
+            return Found(tool, family, "timeout", seconds=round(time.monotonic() - begin, 1))
+        said = read_log(log.read_text(errors="replace") if log.exists() else "") if tool != "plain" else (0, 0, "")
+    passed, failed = (1, 0) if family == PLANTED else read_counts(ran.stdout)
+    state = "done" if said and passed and not failed else "failed"
+    errors, hazards, first = said or (0, 0, "")
+    last = (ran.stderr or ran.stdout).strip().rpartition("\n")[2]
+    seconds = round(time.monotonic() - begin, 1)
+    return Found(tool, family, state, errors, hazards, passed, failed, seconds, first or ("" if state == "done" else last[:400]))
+
+
+def run_all(sanitizer: str, tools: Sequence[str], families: Sequence[str], limit_s: float, workers: int) -> list[Found]:
+    """First every family alone, then every tool over every family, and over the planted faults."""
+    end = time.monotonic() + limit_s
+    with ThreadPoolExecutor(workers) as pool:
+        cells = [("plain", family) for family in families]
+        found = list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
+        cells = [(tool, family) for family in [*families, PLANTED] for tool in tools]
+        return found + list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
+
+
+def table(found: Sequence[Found], tools: Sequence[str]) -> str:
+    """Tools across, families down."""
+    by = {(f.tool, f.family): f for f in found}
+    columns = ("plain", *tools)
+    lines = [f"{'':15}" + "".join(f"{tool:>14}" for tool in columns)]
+    for family in dict.fromkeys(f.family for f in found):
+        cells = [by.get((tool, family)) for tool in columns]
+        words = ["" if c is None else f"{c.passed} passed" if c.tool == "plain" and c.clean else c.cell for c in cells]
+        lines.append(f"{family:15}" + "".join(f"{word:>14}" for word in words))
+    return "\n".join(lines)
+
+
+def verdict(found: Sequence[Found]) -> list[str]:
+    """What is wrong, a sentence each."""
+    bad = []
+    for f in found:
+        if f.family == PLANTED:
+            if f.state != "done" or not f.errors + f.hazards:
+                bad.append(f"{f.tool} is blind: {f.cell} where a fault is planted {f.first}")
+        elif not f.clean:
+            bad.append(f"{f.tool} over {f.family}: {f.cell} ({f.first})")
+    return bad
+
+
+def plant(tool: str) -> int:
+    """Runs the kernel with the fault that a tool must find."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    room = cupy.empty(64, cupy.int32)
+    cupy.RawModule(code=FAULTS).get_function(tool)((1,), (64,), (room,))
+    try:
+        cupy.cuda.Stream.null.synchronize()
+    except cupy.cuda.runtime.CUDARuntimeError as error:  # memcheck ends the context
+        print(error)
+    return 0
+
+
+def find_sanitizer(given: str | None) -> str | None:
+    """The program's path: as given, on PATH, in CUDA's folder, or from a package."""
+    places: list[str | None] = [given, shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
+    places += [str(path) for folder in sys.path for path in sorted(Path(folder).glob("nvidia/*/bin/compute-sanitizer"))]
+    return next((place for place in places if place and Path(place).is_file()), None)
+
+
+def chosen(given: str, known: Mapping[str, object] | Sequence[str], option: str) -> list[str]:
+    names = given.split(",") if given else list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{option}: {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default="", help=f"comma-separated (default {','.join(TOOLS)})")
+    parser.add_argument("--families", default="", help=f"comma-separated (default {','.join(FAMILIES)})")
+    parser.add_argument("--limit", type=float, default=230.0, metavar="S", help="seconds for all (default 230)")
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1), help="processes at once")
+    parser.add_argument("--sanitizer", metavar="PATH", help="compute-sanitizer, where it is not found")
+    parser.add_argument("--json", type=Path, default=RECORDS, help="where records are appended")
+    parser.add_argument("--commit", default="", help="recorded where git is not at hand")
+    parser.add_argument("--plant", choices=TOOLS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.plant:
+        return plant(options.plant)
+    try:
+        tools, families = chosen(options.tools, TOOLS, "--tools"), chosen(options.families, FAMILIES, "--families")
+        sanitizer = find_sanitizer(options.sanitizer)
+        if sanitizer is None:
+            raise ValueError("compute-sanitizer was not found: CUDA's toolkit has it; give --sanitizer PATH")
+    except ValueError as error:
+        print(f"sanitize: error: {error}", file=sys.stderr)
+        return 2
+    found = run_all(sanitizer, tools, families, options.limit, options.workers)
+    made = provenance(options.commit) | {"kernels": kernels_digest()}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    with options.json.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"schema": 1, **asdict(f), **made}) + "\n" for f in found)
+    bad = verdict(found)
+    print("\n".join([table(found, tools), *bad]))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
