@@ -7,8 +7,9 @@
 
 The checkpoint holds one dense and --layers - 1 expert layers and a short vocabulary, its words random, its scales small. It has
 just been written, so that reads come from the page cache: what is measured is the runtime, not a disk. Timed is
-`kimi_k26.load` until the device has everything, apart from making the ring of pinned buffers, which is stated beside it. Some
-experts and matrices are then compared with what the host packs, bit for bit. Needs a GPU.
+`kimi_k26.load` until the device has everything, apart from making and giving back the ring of pinned buffers, which is stated
+beside it. Two lines say where the time went: the main thread's, and the readers' (`runtime/kernels_cu/readers.py`). Some experts
+and matrices are then compared with what the host packs, bit for bit. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,12 +34,15 @@ from model import kimi_k26
 from model.pack_w4 import w4_from_experts, w4_from_gate_up
 from model.shards import INDEX, ITEM_BYTES
 from model.weights import Checkpoint
+from runtime.kernels_cu.readers import Spent
+from runtime.source import Source
 from tools.bench_moe import has_gpu, provenance
 
 VOCAB = 16384
 BLOCK_BYTES = 64 << 20
 COPIES, COPY_BYTES = 8, 128 << 20
 CHECKED_EXPERTS = (0, 1, 200, 383)
+POSITIONS = 4096  # of the rotary table
 
 
 def write_checkpoint(folder: Path, layers: int, vocab: int = VOCAB, **changes: Any) -> None:
@@ -133,6 +139,78 @@ def differences(backend: Any, there: kimi_k26.Weights, ckpt: Checkpoint, c: kimi
                     yield f"{q}{name}"
 
 
+class Names:
+    """A backend that fetches nothing: what is left is naming the sources, and reading and turning kv_b on the host."""
+
+    def param(self, weight: Any) -> None:
+        if not isinstance(weight, Source):
+            np.ascontiguousarray(weight.view(np.uint16) if weight.dtype == ml_dtypes.bfloat16 else weight)
+
+    def param_w4(self, weight: Any) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load: bytes on the device; seconds until it had them, in all, in `kimi_k26.load`, then until all was enqueued, then until
+    it was there; of the load's, those in which it waited for readers; naming: the same load without a device, afterwards."""
+
+    nbytes: int
+    seconds: float
+    load_s: float
+    settle_s: float
+    tail_s: float
+    ahead_s: float
+    naming_s: float
+    readers: list[Spent]
+
+    def split(self) -> dict[str, Any]:
+        """For a record and for reading: shares of the readers' time, the rate of one while it reads, what a slot takes."""
+        whole = self.seconds * len(self.readers)
+        shares = {name: sum(getattr(r, name) for r in self.readers) / whole for name in ("jobs", "slots", "reading", "sending")}
+        busy = [r.nbytes / r.reading / 1e9 for r in self.readers if r.reading] or [0.0]
+        return {
+            "load_s": round(self.load_s, 4), "settle_s": round(self.settle_s, 4), "tail_s": round(self.tail_s, 4),
+            "ahead_s": round(self.ahead_s, 4), "naming_s": round(self.naming_s, 4), "readers": len(self.readers),
+            **{f"share_{name}": round(share, 3) for name, share in shares.items()},
+            "read_gb_s": [round(min(busy), 2), round(sum(busy) / len(busy), 2), round(max(busy), 2)],
+            "slots": sum(r.sent for r in self.readers), "reads": sum(r.calls for r in self.readers),
+        }  # fmt: skip
+
+    def print(self) -> None:
+        s = self.split()
+        low, mean, high = s["read_gb_s"]
+        print(
+            f"  main thread: load {s['load_s']:.3f} s (naming alone {s['naming_s']:.3f}, waiting for readers {s['ahead_s']:.3f}), "
+            f"until all is enqueued {s['settle_s']:.3f}, tail of copies {s['tail_s']:.3f}\n"
+            f"  {s['readers']} readers: reading {s['share_reading']:.0%} of the time at {low} to {high} GB/s each, mean {mean}; no job "
+            f"{s['share_jobs']:.0%}; no slot {s['share_slots']:.0%}; enqueueing {s['share_sending']:.0%}; {s['slots']} slots, "
+            f"{s['reads']} reads"
+        )
+
+
+def load(ckpt: Checkpoint, config: kimi_k26.Config, backend: Any, tp: int, rank: int) -> tuple[Run, kimi_k26.Weights]:
+    """One timed load on a backend whose ring is there."""
+    readers, before = backend.loader.readers, backend.weight_bytes
+    past, waited = [replace(r) for r in readers.spent], readers.ahead
+    start = time.perf_counter()
+    weights = kimi_k26.load(ckpt, config, backend, rank, tp, POSITIONS)
+    loaded = time.perf_counter()
+    backend.loader.settle()
+    settled = time.perf_counter()
+    backend.device.synchronize()
+    end = time.perf_counter()
+    spent = [
+        Spent(*(getattr(now, f.name) - getattr(was, f.name) for f in fields(Spent))) for now, was in zip(readers.spent, past, strict=True)
+    ]
+    waited = readers.ahead - waited
+    again = time.perf_counter()
+    kimi_k26.load(ckpt, config, Names(), rank, tp, POSITIONS)
+    naming = time.perf_counter() - again
+    nbytes = backend.weight_bytes - before
+    return Run(nbytes, end - start, loaded - start, settled - loaded, end - settled, waited, naming, spent), weights
+
+
 def measure(options: argparse.Namespace) -> None:
     from runtime.kernels_cu import repack_w4
     from runtime.kernels_cu.backend import CudaBackend
@@ -145,26 +223,28 @@ def measure(options: argparse.Namespace) -> None:
         config = kimi_k26.Config.from_json(ckpt.config)
         backend = CudaBackend(device)
         start = time.perf_counter()
-        backend.param(ckpt.source("model.norm.weight"))  # the first source makes the ring
-        ring_s, before = time.perf_counter() - start, backend.weight_bytes
+        backend.loading()
+        ring_s = time.perf_counter() - start
+        run, weights = load(ckpt, config, backend, options.tp, options.rank)
         start = time.perf_counter()
-        weights = kimi_k26.load(ckpt, config, backend, options.rank, options.tp, 4096, lambda what: print(f"  {what}", flush=True))
         backend.settle()
-        device.synchronize()
-        seconds, nbytes = time.perf_counter() - start, backend.weight_bytes - before
+        back_s = time.perf_counter() - start
         wrong = list(differences(backend, weights, ckpt, config, options.tp, options.rank))
-    share = nbytes / seconds / rate
+    share = run.nbytes / run.seconds / rate
     print(
-        f"{nbytes / 1e9:.2f} GB in {seconds:.3f} s = {nbytes / seconds / 1e9:.1f} GB/s, {share:.2f} of the {rate / 1e9:.1f} GB/s of plain "
-        f"copies; ring of pinned buffers {ring_s:.2f} s; sampled weights {'differ: ' + ', '.join(wrong) if wrong else 'equal, bit for bit'}"
+        f"{run.nbytes / 1e9:.2f} GB in {run.seconds:.3f} s = {run.nbytes / run.seconds / 1e9:.1f} GB/s, {share:.2f} of the "
+        f"{rate / 1e9:.1f} GB/s of plain copies; ring of pinned buffers {ring_s:.2f} s, {back_s:.2f} s to give it back; sampled weights "
+        f"{'differ: ' + ', '.join(wrong) if wrong else 'equal, bit for bit'}"
     )
+    run.print()
     if wrong:
         raise SystemExit(1)
     if options.json:
         record = {
-            "schema": 1, "layers": config.layers, "tp": options.tp, "rank": options.rank, "gb": round(nbytes / 1e9, 3),
-            "s": round(seconds, 4), "gb_s": round(nbytes / seconds / 1e9, 2), "copy_gb_s": round(rate / 1e9, 2),
-            "share": round(share, 4), "ring_s": round(ring_s, 3), **provenance(options.commit),
+            "schema": 2, "layers": config.layers, "tp": options.tp, "rank": options.rank, "gb": round(run.nbytes / 1e9, 3),
+            "s": round(run.seconds, 4), "gb_s": round(run.nbytes / run.seconds / 1e9, 2), "copy_gb_s": round(rate / 1e9, 2),
+            "share": round(share, 4), "ring_s": round(ring_s, 3), "ring_back_s": round(back_s, 3), **run.split(),
+            **provenance(options.commit),
         }  # fmt: skip
         options.json.parent.mkdir(parents=True, exist_ok=True)
         with options.json.open("a", encoding="utf-8") as file:

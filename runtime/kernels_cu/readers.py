@@ -43,7 +43,8 @@ class Job:
 @dataclass(slots=True)
 class Spent:
     """Where a thread's time went, in seconds. jobs: waiting for one, as none is named. slots: waiting for one, as copies are
-    behind. reading: in system calls and cutting columns, `nbytes` of the files. sending: its turn, and enqueueing."""
+    behind. reading: in system calls and cutting columns. sending: its turn, and enqueueing.
+    nbytes: put into slots by `calls` runs of a file; sent: slots."""
 
     jobs: float = 0.0
     slots: float = 0.0

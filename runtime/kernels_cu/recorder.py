@@ -99,7 +99,7 @@ class Recorder:
         self.moe_layers = 0  # whose experts are here
         self.unions: list[tuple[int, int]] = []  # work lists (chunks, total) of this recording's layers that `count_experts` chose
         self._recorded_layers = 0
-        self._loader: Loader | None = None
+        self.loader: Loader | None = None
         self.live = Live()
         self.routing: Routing | None = None  # between a route and its moe_w4
         self.planned: tuple[Any, ...] | None = None  # the attention plan that this recording holds
@@ -112,7 +112,7 @@ class Recorder:
         """A weight, copied to the device as it is: bf16, f32 or an integer. A source may still be on its way until `settle`."""
         if isinstance(weight, Source):
             streamed = DeviceArray(self.device.alloc(weight.nbytes), weight.shape, weight.dtype)
-            self._loading().source(weight, streamed.address)
+            self.loading().source(weight, streamed.address)
             self.weight_bytes += weight.nbytes
             return streamed
         # as bits: NumPy copies a foreign dtype with Python's lock held, 10 ms for w_uk of Kimi K2.6, and no reader goes on
@@ -129,7 +129,7 @@ class Recorder:
         self.weight_bytes += nbytes
         self.moe_layers += weight.interleaved  # gate and up, once a layer
         if isinstance(weight, W4Source):
-            exponent = self._loading().experts(weight, address)
+            exponent = self.loading().experts(weight, address)
         else:
             self.device.upload(address, np.ascontiguousarray(weight.data))
             exponent = partial(int, weight.exponent)
@@ -137,14 +137,15 @@ class Recorder:
 
     def settle(self) -> None:
         """All weights asked for so far are there for what the device does next; what fetched them is given back."""
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
+        if self.loader is not None:
+            self.loader.close()
+            self.loader = None
 
-    def _loading(self) -> Loader:
-        if self._loader is None:
-            self._loader = Loader(self.device, self.device.link())
-        return self._loader
+    def loading(self) -> Loader:
+        """What fetches weights from files: made when it is first needed, gone after `settle`."""
+        if self.loader is None:
+            self.loader = Loader(self.device, self.device.link())
+        return self.loader
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "bf16") -> DeviceArray:
         """A cache: memory that outlives a step."""

@@ -23,15 +23,22 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path):
+def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path, capsys):
     with Checkpoint.open(folder) as ckpt:
         config = kimi_k26.Config.from_json(ckpt.config)
         backend = CudaBackend(ShimDevice(Shim(tmp_path)))
-        weights = kimi_k26.load(ckpt, config, backend, 1, 2, 64)
+        backend.loading()
+        run, weights = bench_load.load(ckpt, config, backend, 2, 1)
         assert list(bench_load.differences(backend, weights, ckpt, config, 2, 1)) == []
         wrong = list(bench_load.differences(backend, weights, ckpt, config, 2, 0))
         assert "model.layers.1.mlp.experts.0.w2" in wrong and "model.layers.0.o" in wrong
     assert bench_load.copy_rate(backend.device) > 0
+    split = run.split()
+    assert split["reads"] >= split["slots"] > 0 and sum(r.nbytes for r in run.readers) > run.nbytes / 2
+    assert 0 < sum(split[f"share_{name}"] for name in ("jobs", "slots", "reading", "sending")) < 1.1
+    assert run.seconds == pytest.approx(run.load_s + run.settle_s + run.tail_s) and run.naming_s > 0
+    run.print()
+    assert f"{len(run.readers)} readers: reading" in capsys.readouterr().out
 
 
 def test_without_a_gpu_nothing_is_claimed(folder, monkeypatch):
