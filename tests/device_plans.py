@@ -97,5 +97,5 @@ def place_block(device: Any, plan: DraftPlan, rows: tuple[np.ndarray, np.ndarray
 def poison(backend: Any, keep: tuple[str, ...] = (), value: int = 0xFF) -> None:
     """Every byte of every buffer set (0xFF: NaN, -1), but for counters that must be zero between launches, and for `keep`."""
     for name, (address, nbytes) in backend.arena.held.items():
-        if name not in keep and name.rpartition(".")[2] not in ("arrived", "halves_done"):
+        if name not in keep and name.rpartition(".")[2] not in ("arrived", "halves_done", "sums"):
             backend.device.upload(address, np.full(nbytes, value, np.uint8))

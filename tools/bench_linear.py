@@ -21,7 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ CHOOSE: dict[str, Any] = {"skinny": choose_config, "stream": choose_stream}
 TUNE_ROWS = {"skinny": (16, 8, 1), "stream": (16, 8, 1, 32, 64)}  # all candidates at the first, finalists at the others
 ENTRANTS = 60  # candidates timed, likeliest first: some 20 ms each
 FINALISTS = 6  # of the candidates at 16 rows, timed at fewer too
+HANDED = 3  # of the candidates at 16 rows, and of those that leave room for the next launch, whose ways to hand over are timed
 COLD_BYTES, POOL_BYTES, LEAST_CALLS = 192 << 20, 5 << 29, 8
 MAX_ERROR = {False: 4e-3, True: 1e-4}  # relative L2 of sampled results; rounding to bf16 alone gives 1.7e-3
 Run = Callable[[int], None]
@@ -96,12 +97,12 @@ def kimi_shapes() -> list[Shape]:
 class Case:
     """A shape at M rows: its copies of the weights in a pool, x, out, and runs of either kernel over all copies."""
 
-    def __init__(self, device: Any, pool: Any, shape: Shape, m: int) -> None:
+    def __init__(self, device: Any, pool: Any, shape: Shape, m: int, least_calls: int = LEAST_CALLS) -> None:
         import cupy as cp
 
         self.cp, self.device, self.pool, self.shape, self.dims = cp, device, pool, shape, shape.dims(m)
         step = -(-shape.weight_bytes // 256) * 256
-        self.calls = max(1, min(48, max(LEAST_CALLS, COLD_BYTES // step + 1), pool.nbytes // step))
+        self.calls = max(1, min(48, max(least_calls, COLD_BYTES // step + 1), pool.nbytes // step))
         self.weights = [int(pool.data.ptr) + i * step for i in range(self.calls)]
         if self.calls == 1 and shape.weight_bytes > pool.nbytes:
             raise ValueError(f"{shape}: {shape.weight_bytes} bytes of weights, the pool holds {pool.nbytes}")
@@ -188,7 +189,7 @@ def usable(kernel: str, shapes: Sequence[Shape], arch: str) -> set[tuple[tuple[s
     return {one for one, reason in zip(builds, reasons, strict=True) if not reason}
 
 
-def tune(device: Any, pool: Any, shape: Shape, kernel: str, built: set[Any], seconds: float) -> dict[str, Any]:
+def tune(device: Any, pool: Any, shape: Shape, kernel: str, built: set[Any], seconds: float, least_calls: int) -> dict[str, Any]:
     """The tuned entry of the candidate with the least time summed over TUNE_ROWS, each relative to the best there."""
     times: dict[Any, dict[int, float]] = {}
     rows, family, hw = TUNE_ROWS[kernel], FAMILIES[kernel], find_hardware("h200")
@@ -196,16 +197,27 @@ def tune(device: Any, pool: Any, shape: Shape, kernel: str, built: set[Any], sec
     fitting = [c for c in family.candidates(dims, device.arch) if built.issuperset(builds_of(kernel, c))]
     entered = sorted(fitting, key=lambda c: family.predict_us(dims, c, hw, device.sms, device.arch))[:ENTRANTS]
     library = {}
-    for m in rows:
-        case = Case(device, pool, shape, m)
-        for config in entered:
+
+    def enter(case: Case, configs: Sequence[Any]) -> list[Any]:
+        """Those that are right, fastest first."""
+        for config in configs:
             runs = case.kernel(kernel, config)
             error = case.error(runs)
             if error < MAX_ERROR[shape.float_out]:
-                times.setdefault(config, {})[m] = case.time_us(runs, seconds)
+                times.setdefault(config, {})[case.dims.M] = case.time_us(runs, seconds)
             else:
-                print(f"  {shape.name} M {m}: {config} WRONG, relative error {error:.2e}", flush=True)
-        entered = sorted((c for c in entered if m in times.get(c, {})), key=lambda c: times[c][m])[:FINALISTS]
+                print(f"  {shape.name} M {case.dims.M}: {config} WRONG, relative error {error:.2e}", flush=True)
+        return sorted((c for c in configs if case.dims.M in times.get(c, {})), key=lambda c: times[c][case.dims.M])
+
+    for m in rows:
+        case = Case(device, pool, shape, m, least_calls)
+        entered = enter(case, entered)
+        if m == rows[0] and kernel == "stream":
+            overlapping = [c for c in entered if c.overlaps(dims, device.sms)]
+            others = {v: None for c in (*entered[:HANDED], *overlapping[:HANDED]) for v in linear_stream.hand_overs(c) if v not in times}
+            entered = sorted([*entered, *enter(case, list(others))], key=lambda c: times[c][m])
+            report_fastest(shape, m, {c: times[c][m] for c in entered}, set(overlapping))
+        entered = entered[:FINALISTS]
         if not entered:
             raise RuntimeError(f"{shape}: no candidate of {kernel} was right at M = {m}")
         library[m] = case.time_us(case.library()[0], seconds)
@@ -213,6 +225,16 @@ def tune(device: Any, pool: Any, shape: Shape, kernel: str, built: set[Any], sec
     chosen = min(entered, key=lambda c: sum(times[c][m] / best[m] for m in rows))
     us, library_us = ({str(m): round(found[m], 2) for m in sorted(rows)} for found in (times[chosen], library))
     return {"config": asdict(chosen), "us": us, "library_us": library_us, "src": source_digest(kernel)}
+
+
+def report_fastest(shape: Shape, m: int, us: dict[Any, float], overlapping: set[Any]) -> None:
+    """The fastest of each ring and way to hand over: what room for the next launch, an early start and boxes ahead are worth."""
+    bare = {replace(c, early=0, ahead=0) for c in overlapping}
+    kinds: dict[tuple[bool, int, bool], Any] = {}
+    for c in sorted(us, key=lambda c: us[c]):
+        kinds.setdefault((replace(c, early=0, ahead=0) in bare, min(c.early, 99), c.ahead > 0), c)
+    for (fits, _, _), c in kinds.items():
+        print(f"  {shape.name} M {m}: {us[c]:.2f} us {describe_config(c)}{' fits twice' if fits else ''}", flush=True)
 
 
 def configured(options: argparse.Namespace, device: Any, pool: Any, shape: Shape, built: dict[str, set[Any]]) -> dict[str, tuple[Any, str]]:
@@ -223,7 +245,7 @@ def configured(options: argparse.Namespace, device: Any, pool: Any, shape: Shape
             continue
         config, why = CHOOSE[kernel](shape.dims(1), device.gpu, device.arch)
         if options.tune:
-            entry = tune(device, pool, shape, kernel, built[kernel], options.seconds)
+            entry = tune(device, pool, shape, kernel, built[kernel], options.seconds, options.calls)
             config, why = type(config)(**entry["config"]), "tuned now"
             path = options.tuned or ROOT / "runtime/kernels_cu/tuned" / f"{device.gpu}.json"
             write_tuned(path, {tuned_key(shape.dims(1), kernel): entry})
@@ -247,7 +269,7 @@ def measure(options: argparse.Namespace, shapes: Sequence[Shape], rows: Sequence
     for shape in shapes:
         kernels = configured(options, device, pool, shape, built)
         for m in rows:
-            case = Case(device, pool, shape, m)
+            case = Case(device, pool, shape, m, options.calls)
             runs: dict[str, tuple[list[Run], str]] = {"cublasLt": case.library()}
             if options.invariant:
                 runs["cublasLt invariant"] = case.library(invariant=True)
@@ -284,7 +306,8 @@ def table_line(shape: Shape, m: int, kernel: str, us: float, floor_us: float, re
 
 def describe_config(c: Any) -> str:
     if isinstance(c, linear_stream.Config):
-        return f"g{c.groups} t{c.tall} s{c.slots} b{c.blocks}"
+        handing = f"{f' e{c.early}' if c.early < linear_stream.AT_ONCE else ' at once'}" if c.early else ""
+        return f"g{c.groups} t{c.tall} s{c.slots} b{c.blocks}{handing}{f' a{c.ahead}' if c.ahead else ''}"
     return f"n{c.wn} k{c.wk} d{c.depth}{f' s{c.splits}' if c.splits > 1 else ''}"
 
 
@@ -316,6 +339,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tune", action="store_true", help="time every candidate of the kernels first and write the best into --tuned")
     parser.add_argument("--tuned", type=Path, help="default: the package's tuned/<gpu>.json")
     parser.add_argument("--invariant", action="store_true", help="time the library's one algorithm for all M, too")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=LEAST_CALLS,
+        help="launches of a graph, at least, where the pool holds their weights: its start costs each a part (default 8)",
+    )
     parser.add_argument("--seconds", type=float, default=0.01, help="timing budget of a product, at least five replays (default 0.01)")
     parser.add_argument("--json", type=Path, help="append a record a line of the table")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")

@@ -6,21 +6,23 @@
 //   block        GROUPS warpgroups that multiply, each TALL times 64 weight rows; one warp that asks for boxes
 //   product      wgmma with the weights as its 64 rows and x as its 8 OCTETS columns, both from shared memory, sums in float32
 //
-// All blocks stream as many boxes, to within one; a tile whose boxes two blocks share is cut. Sums of cut tiles go to `part`;
-// whoever comes last to a tile adds them in the order of k, its own among them, so a result does not depend on who that was.
-// A block does the end of a tile first and the start of another last: when it comes to that, the neighbour that had the tile's
-// end has often finished, and the sum need not be written. A grid that divides the tiles cuts none.
+// All blocks stream as many boxes, to within one; a tile whose boxes several blocks share is cut. A block goes through its boxes from
+// the last to the first, so that it does the start of a tile first and the end of another last. The end's block has the tile: it adds
+// the others' sums to its own, in descending order of k, whoever was first, and the others, all of lower number, have mostly been done
+// for long. They hand over by cells (prim/across.cuh) in `sums`, one tile's a block. Blocks wait for lower numbers alone, which
+// were started before them: the grid need not fit. A grid that divides the tiles cuts none.
 //
-// The ring is filled before the kernel waits for its predecessor (programmatic dependent launch): weights do not depend on it.
-// Its successor may start when the last box has been asked for, not before: what has a ring of its own, in the other half of shared
-// memory, then fills it while this one's last boxes arrive, are summed and stored; started early, it would have filled it long since,
-// and memory would rest meanwhile.
+// From launch to launch: weights depend on no predecessor, so a block fills its ring and brings `ahead` boxes more to L2 before it waits
+// (programmatic dependent launch). A block lets its successor start when it has `early` boxes still to ask for. What that then
+// fetches must last while this one's last boxes arrive, are summed and stored, while its writes settle and while x comes: some 5 us
+// (docs/linear.md); a ring of half an SM lasts 3.2 us, hence `ahead`. x, `out` and `sums` are touched after the wait only, and a grid
+// that has waited saw its predecessor end with all cells empty: one array of cells serves all launches of a stream.
 //
 // Inequality at N = K = 7168: 102.8 MB of weights, 22.7 us at 4.52 TB/s. A slot of 128 rows has 16 KB of weights and 2 KB of x at 16
 // columns: one byte in nine comes from L2 a second time. In flight must be 4.52 TB/s * 1 us / 132 = 34 KB an SM.
 // A column is one row of x and touches no other: the same bits at every M and beside any neighbours, NaN included. Dead rows
 // (seq -1, seq may be null) are not written. Limits: M <= 8 OCTETS, K a multiple of 64.
-#include "prim/hopper.cuh"
+#include "prim/across.cuh"
 
 using namespace prim;
 
@@ -30,20 +32,24 @@ using namespace prim;
 static_assert(OCTETS >= 1 && OCTETS <= 9 && TALL >= 1 && GROUPS >= 1 && 64 * GROUPS * TALL <= 256, "a box has at most 256 rows");
 static_assert(SLOTS >= 2 && SLOTS <= 32, "a lane asks for a slot's boxes");
 constexpr int kRows = 64 * GROUPS * TALL, kWeights = kRows * 128, kSlot = kWeights + OCTETS * 1024, kMultiply = 128 * GROUPS, kThreads = kMultiply + 32;
-constexpr int kFull = SLOTS * kSlot, kEmpty = kFull + 8 * SLOTS, kLast = kEmpty + 8 * SLOTS;
-constexpr int kUnits = TALL * OCTETS, kHeld = kUnits % 4 ? kUnits % 3 ? kUnits % 2 ? 1 : 2 : 3 : 4;  // fours of a thread's sum; added up at a time
-constexpr int kBlocks = kUnits > 4 || (kThreads > 300 && kUnits > 2) ? 1 : 2;                       // an SM's, for the registers that they have
-constexpr int kPart = kMultiply * kUnits * 4;             // numbers of a cut tile's sum
+constexpr int kFull = SLOTS * kSlot, kEmpty = kFull + 8 * SLOTS;
+constexpr int kUnits = TALL * OCTETS;                     // fours of a thread's sum
+constexpr int kBlocks = kUnits > 4 || (kThreads > 300 && kUnits > 2) ? 1 : 2;  // an SM's, for the registers that they have
+constexpr int kRegisters = 512 / ((kBlocks * kThreads / 32 + 3) / 4) / 8 * 8;  // a thread's; 512 a lane in each quarter of an SM
+constexpr int kHeld = kUnits % 4 || (kUnits > 4 && kRegisters < 100) ? kUnits % 3 ? kUnits % 2 ? 1 : 2 : 3 : 4;  // added up at a time
+constexpr int kSpare = (kRegisters - 4 * kUnits - (kUnits > 8 ? 96 : 56)) / (4 * kHeld);
+constexpr int kAtOnce = kSpare < 1 ? 1 : kSpare * kHeld > 16 ? 16 / kHeld : kSpare;  // neighbours' sums under way at a time
+constexpr int kSum = kMultiply * kUnits * 4;              // numbers of a cut tile's sum
 
 // Not __restrict__: what a predecessor writes is no constant of this kernel, and such loads could move above pdl_wait.
 struct Params {
   char* out;                                              // [M, heads, N], by out_row and out_head
-  float* part;                                            // [blocks, 2, TALL, OCTETS, threads that multiply, 4]
-  int* arrived;                                           // [heads * tiles] zero before and after
+  float* sums;                                            // [blocks, TALL, OCTETS, threads that multiply, 4] zero before and after
   const int* seq;                                         // [M] or null
   long long out_row, out_head;                            // in numbers
   int x_head, N, M, tiles, steps;                         // tiles: of a head; steps: boxes along K
   int each, more;                                         // boxes of a block; so many blocks have one more
+  int early, ahead;                                       // boxes: yet to ask for when the successor may start; brought to L2 beyond the ring
 };
 
 struct Share {                                            // boxes [from, to) of a block
@@ -58,28 +64,39 @@ __device__ __forceinline__ int block_of(const Params& p, int box) {
   return box < wide ? box / (p.each + 1) : p.more + (box - wide) / p.each;
 }
 
-// Lane i asks for what comes to slot i, as soon as its place is free.
+// Lane i asks for what comes to slot i, as soon as its place is free. A block's n-th box is the n-th from its end.
 __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& weights, const TensorMap& rows, smem_t base) {
   const int lane = threadIdx.x & 31;
   const Share share = share_of(p, blockIdx.x);
+  const int count = share.to - share.from;
   const smem_t full = base + kFull + 8 * lane, slot = base + lane * kSlot;
   const uint64_t once = policy_evict_first(), again = policy_evict_normal();
-  auto ask_weights = [&](int box) {
-    const int tile = box / p.steps, head = tile / p.tiles;
-    bar_expect(full, kSlot);
-    tensor_copy(slot, weights, full, (box - tile * p.steps) * 64, head * p.N + (tile - head * p.tiles) * kRows, once);
+  struct Place { int column, row; };
+  auto place_of = [&](int n) {
+    const int box = share.to - 1 - n, tile = box / p.steps, head = tile / p.tiles;
+    return Place{(box - tile * p.steps) * 64, head * p.N + (tile - head * p.tiles) * kRows};
   };
-  auto ask_rows = [&](int box) {
-    const int tile = box / p.steps;
+  auto ask_weights = [&](int n) {
+    const Place at = place_of(n);
+    bar_expect(full, kSlot);
+    tensor_copy(slot, weights, full, at.column, at.row, once);
+    if (n + 1 + p.early >= count) pdl_trigger();          // the first of a block counts
+  };
+  auto ask_rows = [&](int n) {
+    const int box = share.to - 1 - n, tile = box / p.steps;
     tensor_copy(slot + kWeights, rows, full, tile / p.tiles * p.x_head + (box - tile * p.steps) * 64, 0, again);
   };
-  const int end = lane < SLOTS ? share.to : 0;
-  int box = share.from + lane;
+  const int end = lane < SLOTS ? count : 0;
+  int box = lane;
   if (box < end) ask_weights(box);
+  for (int n = SLOTS + lane; n < SLOTS + p.ahead && n < count; n += 32) {
+    const Place at = place_of(n);
+    tensor_prefetch(weights, at.column, at.row, once);
+  }
   pdl_wait();
   if (box < end) ask_rows(box);
   uint32_t phase = 0;
-  for (int first = share.from + SLOTS; first < share.to; first += SLOTS, phase ^= 1) {
+  for (int first = SLOTS; first < count; first += SLOTS, phase ^= 1) {
     box += SLOTS;
     bool due = box < end;
     while (__any_sync(0xffffffffu, due)) {
@@ -89,7 +106,6 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& weig
       ask_rows(box);
     }
   }
-  pdl_trigger();
 }
 
 // What a warpgroup's thread holds: sum[t][n][i] is weight row t * 64 + 16 warp + g + i / 2 * 8 of the group's, column 8 n + 2 c + i % 2.
@@ -111,15 +127,15 @@ struct Product {
     }
   }
 
-  // Boxes [from, to) of a tile, one product in flight while the next box is awaited.
-  __device__ __forceinline__ void multiply(int from, int to) {
+  // The next boxes, all of a tile; one product in flight while the next box is awaited.
+  __device__ __forceinline__ void multiply(int boxes) {
 #pragma unroll
     for (int t = 0; t < TALL; ++t)
 #pragma unroll
       for (int n = 0; n < OCTETS; ++n) sum[t][n][0] = sum[t][n][1] = sum[t][n][2] = sum[t][n][3] = 0.f;
     smem_t done = base;
 #pragma unroll 1
-    for (int box = from; box < to; ++box) {
+    for (int box = 0; box < boxes; ++box) {
       bar_wait(base + kFull + 8 * slot, phase);
       const uint64_t a = box_operand(base + slot * kSlot + group * TALL * 8192, 16, 1024), b = box_operand(base + slot * kSlot + kWeights, 16, 1024);
       wgmma_fence();
@@ -129,7 +145,7 @@ struct Product {
         for (int t = 0; t < TALL; ++t) wgmma_boxes<OCTETS, 0>(sum[t], a + 512 * t + 2 * k, b + 2 * k, 1);
       wgmma_commit();
       wgmma_wait<1>();
-      if (lane == 0 && box > from) bar_arrive(done);
+      if (lane == 0 && box) bar_arrive(done);
       done = base + kEmpty + 8 * slot;
       if (++slot == SLOTS) {
         slot = 0;
@@ -140,52 +156,50 @@ struct Product {
     if (lane == 0) bar_arrive(done);
   }
 
-  __device__ __forceinline__ float* part_of(int block, int tile) const {
-    const int which = share_of(p, block).from / p.steps != tile;  // a block has at most two cut tiles, its first and its last
-    return p.part + (size_t)(2 * block + which) * kPart + 4 * tid;
+  __device__ __forceinline__ float* cells_of(int block) const { return p.sums + (size_t)block * kSum + 4 * tid; }
+
+  // For the block that has the end of the tile.
+  __device__ __forceinline__ void send() const {
+    float* cells = cells_of(blockIdx.x);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const float(&v)[4] = sum[u / OCTETS][u % OCTETS];
+      store_cell(cells + u * 4 * kMultiply, uint4{never_zero(v[0]), never_zero(v[1]), never_zero(v[2]), never_zero(v[3])});
+    }
   }
 
-  // The tile's other sums are added to this one; false where others are still to come, who will do it.
-  __device__ __forceinline__ bool meet(int tile, int first, int last) {
-    int* counter = p.arrived + tile;
-    if (named_any(1, kMultiply, load_acquire(counter) < last - first)) {
-      float* own = part_of(blockIdx.x, tile);
+  // Adds what blocks [first, this one) sent, the last of them first: in descending order of k. kAtOnce of them are awaited together.
+  __device__ __forceinline__ void take(int first) {
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        const float(&v)[4] = sum[u / OCTETS][u % OCTETS];
-        *reinterpret_cast<float4*>(own + u * 4 * kMultiply) = float4{v[0], v[1], v[2], v[3]};
+    for (int u0 = 0; u0 < kUnits; u0 += kHeld)
+#pragma unroll 1
+      for (int block = blockIdx.x - 1; block >= first; block -= kAtOnce) {
+        uint4 v[kAtOnce][kHeld];
+        bool all = false;
+        for (int tries = 0; !all; ++tries) {
+          all = true;
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+            for (int u = 0; u < kHeld; ++u)
+              if (block - i >= first) v[i][u] = load_cell(cells_of(block - i) + (u0 + u) * 4 * kMultiply);
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+            for (int u = 0; u < kHeld; ++u) all = all && (block - i < first || is_full(v[i][u]));
+          if (!all) try_again(tries);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (block - i < first) break;
+#pragma unroll
+          for (int u = 0; u < kHeld; ++u) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[(u0 + u) / OCTETS][(u0 + u) % OCTETS][e] += __uint_as_float(comp(v[i][u], e));
+            store_cell(cells_of(block - i) + (u0 + u) * 4 * kMultiply, uint4{0, 0, 0, 0});
+          }
+        }
       }
-      named_barrier(1, kMultiply);
-      if (tid == 0) {                                     // for all: the barrier is behind their stores
-        __threadfence();
-        sts32(base + kLast, atomicAdd(counter, 1) == last - first);
-        __threadfence();
-      }
-      named_barrier(1, kMultiply);
-      if (!lds_u32(base + kLast)) return false;
-    }
-    if (tid == 0) *counter = 0;
-#pragma unroll
-    for (int u0 = 0; u0 < kUnits; u0 += kHeld) {
-      float total[kHeld][4] = {};
-#pragma unroll 2
-      for (int block = first; block <= last; ++block) {
-        const float* part = part_of(block, tile);
-        const bool own = block == (int)blockIdx.x;
-        uint4 v[kHeld];
-#pragma unroll
-        for (int u = 0; u < kHeld; ++u) v[u] = ldg128_cg(part + (u0 + u) * 4 * kMultiply);
-#pragma unroll
-        for (int u = 0; u < kHeld; ++u)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) total[u][i] += own ? sum[(u0 + u) / OCTETS][(u0 + u) % OCTETS][i] : __uint_as_float(comp(v[u], i));
-      }
-#pragma unroll
-      for (int u = 0; u < kHeld; ++u)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[(u0 + u) / OCTETS][(u0 + u) % OCTETS][i] = total[u][i];
-    }
-    return true;
   }
 
   template <bool FLOAT_OUT> __device__ __forceinline__ void store(int tile) const {
@@ -231,14 +245,17 @@ template <bool FLOAT_OUT> __device__ __forceinline__ void linear(const Params& p
   Product product{p, base, tid, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0, 0};
   product.look_at_rows();
   const Share share = share_of(p, blockIdx.x);
-  for (int box = share.from; box < share.to;) {
-    const int tile = box / p.steps, begin = tile * p.steps, end = begin + p.steps;
-    const int to = end < share.to ? end : share.to;
-    product.multiply(box, to);
-    bool whole = true;
-    if (box > begin || to < end) whole = product.meet(tile, block_of(p, begin), block_of(p, end - 1));
-    if (whole) product.store<FLOAT_OUT>(tile);
-    box = to;
+  for (int to = share.to; to > share.from;) {
+    const int tile = (to - 1) / p.steps, begin = tile * p.steps, end = begin + p.steps;
+    const int from = begin > share.from ? begin : share.from;
+    product.multiply(to - from);
+    if (to < end) {
+      product.send();
+    } else {
+      if (from > begin) product.take(block_of(p, begin));
+      product.store<FLOAT_OUT>(tile);
+    }
+    to = from;
   }
 }
 

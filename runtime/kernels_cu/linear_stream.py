@@ -18,13 +18,17 @@ from runtime.kernels_cu.linear_skinny import Dims
 
 SOURCE, ARCH = "linear_stream.cu", "sm_90a"
 ENTRIES = ("linear_stream", "linear_stream_f32")
+AT_ONCE = 1 << 20
 STEP = 64  # inputs of a box
 MOST_ROWS = 64
 COLUMNS = (8, 16, 24, 32, 48, 64)
 SMS = 132  # of an H100 or H200
 MAX_SMEM_BYTES, SM_SMEM_BYTES = 232_448, 233_472
-_LAUNCH_US, _MEET_US = 1.5, 2.5  # what a launch costs; sums of cut tiles, from the last product on. Estimates, as these:
-_SM_BPS, _FLIGHT_BYTES = 55e9, 36_000  # what an SM can take; what must be under way to each for the whole rate
+# From the fit of docs/linear.md to the 48 readings of commit bf5e8af, median error 2.5 %: a stream's share of `read_bps`; what a byte of x, from
+# L2, costs; from the last box to the next launch's first, where that waits for room, and for each 16 columns; a cut tile's meeting
+# was 2.0 us and four trips to L2, of which one is left. Estimates: an SM's own rate; bytes under way to it for the whole rate.
+_RATE, _X_COST, _GAP_US, _COLUMNS_US, _TRIP_US = 0.931, 0.31, 1.3, 0.55, 0.5
+_SM_BPS, _FLIGHT_BYTES = 55e9, 36_000
 Describe = Callable[[int, int, int, int, int], Any]  # as tensor_map
 
 
@@ -32,22 +36,26 @@ class Params(ctypes.Structure):
     """`Params` of linear_stream.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "part", "arrived", "seq")),
+        *((name, ctypes.c_void_p) for name in ("out", "sums", "seq")),
         *((name, ctypes.c_longlong) for name in ("out_row", "out_head")),
-        *((name, ctypes.c_int) for name in ("x_head", "N", "M", "tiles", "steps", "each", "more")),
+        *((name, ctypes.c_int) for name in ("x_head", "N", "M", "tiles", "steps", "each", "more", "early", "ahead")),
     ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """columns: rows of x that fit. groups: warpgroups that multiply. tall: times 64 weight rows of each. slots: boxes of the ring.
-    blocks: of the grid; all SMs stream where it is a multiple of their number, two blocks of one launch share an SM at most."""
+    blocks: of the grid; all SMs stream where it is a multiple of their number, two blocks of one launch share an SM at most.
+    early: boxes that a block has yet to ask for when it lets the next launch start; AT_ONCE: all. ahead: boxes that it brings to L2,
+    beside its ring, before it waits for the launch before."""
 
     columns: int = 16
     groups: int = 2
     tall: int = 1
     slots: int = 6
     blocks: int = SMS
+    early: int = 0
+    ahead: int = 0
 
     def defines(self) -> dict[str, int]:
         return {"OCTETS": self.columns // 8, "GROUPS": self.groups, "TALL": self.tall, "SLOTS": self.slots}
@@ -60,6 +68,12 @@ class Config:
     @property
     def threads(self) -> int:
         return 128 * self.groups + 32
+
+    @property
+    def resident(self) -> int:
+        """Blocks that an SM has registers for: kBlocks of linear_stream.cu."""
+        units = self.tall * self.columns // 8
+        return 1 if units > 4 or (self.threads > 300 and units > 2) else 2
 
     @property
     def slot_bytes(self) -> int:
@@ -80,6 +94,12 @@ class Config:
         """Blocks that have a box."""
         return min(self.blocks, self.boxes(dims))
 
+    def overlaps(self, dims: Dims, sms: int = SMS) -> bool:
+        """Whether the blocks of two such launches fit: the next one's can fetch weights while this one's finish."""
+        each = 2 * blocks(self.grid(dims), sms)
+        registers = self.resident if each == 2 else 65_536 // (self.threads * 128)
+        return each <= registers and each * (self.smem_bytes() + 1024) <= SM_SMEM_BYTES
+
     def check(self, dims: Dims, arch: str = ARCH) -> None:
         """Raises ValueError with the broken rule."""
         if arch != ARCH:
@@ -97,6 +117,8 @@ class Config:
             raise ValueError(f"{self}: 2..32 slots; {self.smem_bytes()} bytes of shared memory, {MAX_SMEM_BYTES} fit")
         if self.blocks < 1:
             raise ValueError(f"{self}: no block")
+        if not (0 <= self.early <= AT_ONCE and 0 <= self.ahead <= AT_ONCE):
+            raise ValueError(f"{self}: early and ahead must be 0..{AT_ONCE} boxes")
 
     def fits(self, dims: Dims, arch: str = ARCH) -> bool:
         try:
@@ -117,22 +139,29 @@ def columns_for(m: int) -> int:
 
 
 def workspace_bytes(dims: Dims, config: Config) -> dict[str, int]:
-    """Bytes of the scratch arrays. arrived must be zero before the first call, and is zero after each."""
-    return {"part": 8 * config.grid(dims) * config.rows * config.columns, "arrived": 4 * dims.heads * config.tiles(dims)}
+    """Bytes of the scratch array. sums must be zero before the first call, and is zero after each."""
+    return {"sums": 4 * config.grid(dims) * config.rows * config.columns}
 
 
 def candidates(dims: Dims, arch: str = ARCH, sms: int = SMS) -> list[Config]:
-    """Legal configurations: boxes of 8 to 32 KB in rings of a quarter to all of an SM's shared memory, one or two blocks an SM; all
-    SMs with tiles cut where it falls, or as many as make whole tiles or equal parts of one."""
+    """Legal configurations: boxes of 8 to 32 KB in rings of half or all of an SM's shared memory, one or two blocks an SM; all SMs with
+    tiles cut where it falls, or as many as make whole tiles or equal parts of one. All bring 128 KB a block to L2 ahead."""
     columns, found = columns_for(dims.M), []
     for groups, tall in ((1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (4, 1)):
-        for share, times in ((2, 1), (1, 1), (2, 2), (4, 2)):
+        for share, times in ((2, 1), (1, 1), (2, 2)):
             slot = Config(columns, groups, tall).slot_bytes + 16
             slots = min(32, (min(MAX_SMEM_BYTES, SM_SMEM_BYTES // share - 1024) - 16) // slot)
             if slots >= 3:
-                some = Config(columns, groups, tall, slots, times * sms)
+                some = Config(columns, groups, tall, slots, times * sms, ahead=16 // (groups * tall) // times)
                 found += [some, *(replace(some, blocks=n) for n in even_grids(dims, some, times * sms))]
     return [config for config in dict.fromkeys(found) if config.fits(dims, arch)]
+
+
+def hand_overs(config: Config) -> list[Config]:
+    """The same configuration, handing over otherwise: the next launch's start at the last box, a ring before or at once; nothing ahead,
+    or 128 or 256 KB a block. Bits and builds are the same."""
+    ahead = (0, 16, 32)
+    return [replace(config, early=e, ahead=a // (config.groups * config.tall)) for e in (0, config.slots, AT_ONCE) for a in ahead]
 
 
 def even_grids(dims: Dims, config: Config, most: int) -> list[int]:
@@ -147,21 +176,26 @@ def work(dims: Dims, config: Config) -> Cost:
     """What this implementation moves: weights once, x once for each tile, sums of cut tiles out and in."""
     weights = 2.0 * dims.heads * dims.N * dims.K
     x = 2.0 * config.columns * dims.K * dims.heads * config.tiles(dims)
-    cut = 4.0 * config.rows * config.columns * config.grid(dims)
+    cut = 8.0 * config.rows * config.columns * config.grid(dims)  # sent, emptied; taken
     return Cost(2.0 * config.columns * dims.heads * dims.N * dims.K, weights + x + cut, 2.0 * dims.M * dims.N * dims.heads + cut)
 
 
 def predict_us(dims: Dims, config: Config, hw: Hardware, sms: int = SMS, arch: str = ARCH) -> float:
-    """A launch; all bytes at the memory's rate, or the busiest SM's at its own, or as few as are under way allow; the meeting of cut
-    tiles, which adds up one sum after the other. A byte of x, from L2, costs half."""
+    """A launch among its like: all bytes at the memory's rate, or the busiest SM's at its own, or as few as are under way allow; then
+    what memory rests. Sums of cut tiles take a trip, and another for every eight neighbours. GPU-unverified: `early`, `ahead` and cuts."""
     config.check(dims, arch)
     boxes, grid, steps = config.boxes(dims), config.grid(dims), dims.K // STEP
-    box_bytes = 128 * (config.rows + config.columns / 2)
+    box_bytes = 128 * (config.rows + _X_COST * config.columns)
     busiest = blocks(boxes, grid) * blocks(grid, sms) * box_bytes
     flight = min(1.0, grid * min(config.slots, blocks(boxes, grid)) * config.slot_bytes / (sms * _FLIGHT_BYTES))
     cut = boxes % grid or (boxes // grid) % steps
-    meeting = _MEET_US + 0.1 * blocks(steps * grid, boxes) if cut else 0.0
-    return _LAUNCH_US + max(boxes * box_bytes / hw.read_bps / flight, busiest / _SM_BPS) * 1e6 + meeting
+    rest = _GAP_US + _COLUMNS_US * config.columns / 16
+    if cut:
+        rest += _TRIP_US * (1 + blocks(steps * grid, boxes) / 8)
+    if config.overlaps(dims, sms):  # the next launch's ring and what it brings to L2 arrive meanwhile
+        ready = min(config.slots + config.ahead, blocks(boxes, grid)) * grid * box_bytes
+        rest = max(0.2, rest + _TRIP_US - ready / (hw.read_bps * _RATE) * 1e6)
+    return max(boxes * box_bytes / (hw.read_bps * _RATE) / flight, busiest / _SM_BPS) * 1e6 + rest
 
 
 def default_config(dims: Dims, hw: Hardware, arch: str = ARCH, sms: int = SMS) -> Config:
@@ -181,14 +215,15 @@ def widened(config: Config, m: int) -> Config:
 
 
 def call(config: Config, dims: Dims, at: Mapping[str, int], float_out: bool = False, describe: Describe | None = None) -> Call:
-    """The launch. at: addresses by name: w, x, out, part, arrived, and seq (0: no row is dead). float_out: out is float32.
+    """The launch. at: addresses by name: w, x, out, sums, and seq (0: no row is dead). float_out: out is float32.
     describe: makes the copy engine's descriptions; None: the driver."""
     config.check(dims)
     describe = describe or tensor_map
     grid, tiles = config.grid(dims), config.tiles(dims)
     each, more = divmod(config.boxes(dims), grid)
-    pointers = (at[name] for name in ("out", "part", "arrived", "seq"))
-    params = Params(*pointers, dims.out_row, dims.out_head, dims.x_head, dims.N, dims.M, tiles, dims.K // STEP, each, more)
+    pointers = (at[name] for name in ("out", "sums", "seq"))
+    strides = (dims.out_row, dims.out_head, dims.x_head)
+    params = Params(*pointers, *strides, dims.N, dims.M, tiles, dims.K // STEP, each, more, config.early, config.ahead)
     weights = describe(at["w"], dims.heads * dims.N, dims.K, 2 * dims.K, config.rows)
     width = max(dims.K, (dims.heads - 1) * dims.x_head + dims.K)
     rows = describe(at["x"], dims.M, width, 2 * dims.x_row, config.columns)

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.kernels_cu import linear_stream
 from runtime.kernels_cu.linear_skinny import Dims
-from runtime.kernels_cu.linear_stream import Config, candidates, widened, workspace_bytes
+from runtime.kernels_cu.linear_stream import AT_ONCE, Config, candidates, widened, workspace_bytes
 from runtime.ops import OPS
 from tests.compare import check_bitwise, check_close
 
@@ -25,6 +25,10 @@ CONFIGS = [
     Config(16, 2, 2, 3, 132),
     Config(16, 3, 1, 4, 100),
     Config(16, 4, 1, 3, 66),
+    Config(16, 1, 2, 6, 132, early=AT_ONCE, ahead=16),
+    Config(16, 2, 1, 6, 112, early=6, ahead=8),
+    Config(16, 1, 1, 11, 264, early=AT_ONCE, ahead=32),
+    Config(16, 4, 1, 6, 132, ahead=4),
 ]
 
 
@@ -54,10 +58,10 @@ class Case:
         self.device.upload(address, array.view(np.uint16) if array.dtype == bf16 else array)
         return address
 
-    def runs(self, config: Config, m: int, float_out: bool = False, seq: int = 0) -> list:
+    def runs(self, config: Config, m: int, float_out: bool = False, seq: int = 0, room: dict[str, int] | None = None) -> list:
         config = widened(config, m)
         dims = Dims.plain(m, self.n, self.k)
-        room = {name: self.device.alloc(size) for name, size in workspace_bytes(dims, config).items()}
+        room = room or {name: self.device.alloc(size) for name, size in workspace_bytes(dims, config).items()}
         functions = self.device.functions(linear_stream.SOURCE, config.defines(), linear_stream.ENTRIES)
         inputs = [self.rows, *self.outs[:-1]]
         at = [room | {"w": w, "x": x, "out": out, "seq": seq} for w, x, out in zip(self.at, inputs, self.outs, strict=True)]
@@ -113,6 +117,38 @@ def test_a_chain_of_overlapping_launches_in_a_graph(device, rng, config):
         graph.launch(stream)
         for layer, bits in enumerate(want):
             check_bitwise(case.result(16, bf16, layer).view(np.uint16), bits.view(np.uint16))
+
+
+def test_launches_of_other_configurations_share_the_cells(device, rng):
+    """As in a step: each launch cuts its tiles otherwise, takes what was sent to it alone, leaves zeros, and may start at once."""
+    import cupy
+
+    case = Case(device, rng, 1536, 1536, layers=12)
+    configs = [CONFIGS[i % len(CONFIGS)] for i in range(12)]
+    dims = Dims.plain(16, 1536, 1536)
+    size = max(workspace_bytes(dims, config)["sums"] for config in configs)
+    room = {"sums": device.alloc(size)}
+    runs = [case.runs(config, 16, room=room)[layer] for layer, config in enumerate(configs)]
+    for run in runs:
+        run.run(device.stream)
+        device.synchronize()
+    want = [case.result(16, bf16, layer) for layer in range(12)]
+    assert np.isfinite(want[-1].astype(np.float32)).all() and np.abs(want[-1].astype(np.float32)).mean() > 0.1
+    stream = cupy.cuda.ExternalStream(device.stream)
+    with stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        for run in runs * 4:
+            run.run(device.stream)
+        graph = stream.end_capture()
+    for _ in range(50):
+        for out in case.outs:
+            device.upload(out, np.full((16, 1536), 0xFFFF, np.uint16))
+        graph.launch(stream)
+        for layer, bits in enumerate(want):
+            check_bitwise(case.result(16, bf16, layer).view(np.uint16), bits.view(np.uint16))
+    left = np.ones(size, np.uint8)
+    device.download(room["sums"], left)
+    assert not left.any()
 
 
 def test_a_row_has_the_same_bits_at_every_m(device, rng):

@@ -12,7 +12,7 @@ from runtime.hw import HARDWARE
 from runtime.kernels_cu import linear_stream
 from runtime.kernels_cu._build import build, nvrtc_version
 from runtime.kernels_cu.linear_skinny import Dims
-from runtime.kernels_cu.linear_stream import Config, candidates, workspace_bytes
+from runtime.kernels_cu.linear_stream import AT_ONCE, Config, candidates, hand_overs, workspace_bytes
 from runtime.kernels_np import dense as define
 from runtime.kernels_np import mla
 from runtime.ops import OPS
@@ -34,24 +34,23 @@ def shim_map(at: int, rows: int, columns: int, row_bytes: int, box_rows: int) ->
     return ShimMap(at, rows, box_rows, columns, row_bytes)
 
 
-def run(get, config: Config, dims: Dims, w, x, out, seq=None, descending: bool = False, times: int = 1) -> None:
-    """Several times over the same workspace if asked: the counters must be as they were."""
-    room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(dims, config).items()}
-    room["arrived"][:] = 0
+def run(get, config: Config, dims: Dims, w, x, out, seq=None, times: int = 1) -> None:
+    """Several times over the same workspace if asked: the cells must be as they were."""
+    room = {name: np.zeros(size, np.uint8) for name, size in workspace_bytes(dims, config).items()}
     at = {n: address(a) for n, a in (room | {"w": w, "x": x, "out": out, "seq": seq}).items()}
     for _ in range(times):
         call = linear_stream.call(config, dims, at, out.dtype == np.float32, shim_map)
-        run_call(get("linear_stream_entry.cu", config.defines()), call, descending)
-    assert (room["arrived"] == 0).all()
+        run_call(get("linear_stream_entry.cu", config.defines()), call)
+    assert not room["sums"].any()
 
 
-def check(get, rng, config: Config, m: int, n: int, k: int, kind=bf16, descending: bool = False) -> None:
+def check(get, rng, config: Config, m: int, n: int, k: int, kind=bf16) -> None:
     """Row 1 is dead and NaN."""
     x, w, out = random_bf16(rng, m, k), random_bf16(rng, n, k, scale=k**-0.5), poisoned(m, n, dtype=kind)
     seq = np.zeros(m, np.int32)
     if m > 1:
         seq[1], x[1], out[1] = -1, np.nan, 777
-    run(get, config, Dims.plain(m, n, k), w, x, out, seq, descending, times=2)
+    run(get, config, Dims.plain(m, n, k), w, x, out, seq, times=2)
     want, live = np.full((m, n), 777, kind), seq >= 0
     part = np.zeros((int(live.sum()), n), kind)
     op = "linear" if kind is bf16 else "linear_f32"
@@ -70,14 +69,16 @@ SHAPES = [
     (Config(48, 1, 1, 2, 3), 41, 72, 256),
     (Config(24, 1, 2, 2, 3), 17, 256, 320),
     (Config(64, 2, 1, 2, 3), 64, 256, 320),
+    (Config(16, 1, 1, 2, 16, early=3, ahead=2), 16, 128, 1024),  # eight blocks a tile
+    (Config(8, 1, 1, 2, 3, early=AT_ONCE, ahead=40), 3, 192, 1024),  # more ahead than there is
 ]
 
 
-@pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(("config", "m", "n", "k"), SHAPES)
-def test_is_the_definition(shim, rng, config, m, n, k, descending):
-    check(shim, rng, config, m, n, k, descending=descending)
-    check(shim, rng, config, m, n, k, np.float32, descending)
+def test_is_the_definition(shim, rng, config, m, n, k):
+    """Blocks one after the other, in ascending order: none waits for a higher number, or its sum would be NaN here."""
+    check(shim, rng, config, m, n, k)
+    check(shim, rng, config, m, n, k, np.float32)
 
 
 def test_a_row_has_the_same_bits_at_every_m(shim, rng):
@@ -115,14 +116,28 @@ FAULTS = {
     "x of another box": ("tile / p.tiles * p.x_head + (box - tile * p.steps) * 64", "0"),
     "the second 64 rows lost": ("a + 512 * t + 2 * k", "a + 2 * k"),
     "the second group's rows lost": ("+ group * TALL * 8192", ""),
-    "a neighbour's sum lost": ("block = first; block <= last;", "block = first + 1; block <= last;"),
-    "a counter left standing": ("if (tid == 0) *counter = 0;", ""),
-    "a sum from another block's place": ("2 * block + which", "2 * blockIdx.x + which"),
+    "a neighbour's sum lost": ("product.take(block_of(p, begin))", "product.take(block_of(p, begin) + 1)"),
+    "a cell left full": ("store_cell(cells_of(block - i) + (u0 + u) * 4 * kMultiply, uint4{0, 0, 0, 0});", ""),
+    "a sum in another block's place": ("(size_t)block * kSum", "(size_t)(block / 2) * kSum"),
+    "boxes from the first to the last": ("box = share.to - 1 - n, tile = box / p.steps, head", "box = share.from + n, tile = box / p.steps, head"),
     "rows eight apart changed about": ("sum[t][n][2 * eight + e]", "sum[t][n][2 - 2 * eight + e]"),
     "a dead row": ("!(p.seq && p.seq[m] < 0)", "true"),
     "the last rows": ("if (row + below >= p.N) continue;", "if (row + below >= p.N - 8) continue;"),
     "blocks that overlap": ("(block < p.more ? block : p.more)", "0"),
 }  # fmt: skip
+
+
+def check_zeros(get) -> None:
+    """A sum of zero is a sum, too: of tiles that two and more blocks share."""
+    w, out = random_bf16(np.random.default_rng(0), 192, 320), poisoned(3, 192, dtype=np.float32)
+    run(get, Config(8, 1, 1, 2, 7), Dims.plain(3, 192, 320), w, np.zeros((3, 320), bf16), out, times=2)
+    assert (out == 0).all()
+
+
+def test_sums_of_zero_arrive(shim, tmp_path):
+    check_zeros(shim)
+    with pytest.raises(AssertionError):
+        check_zeros(mutant(tmp_path, "prim/across.cuh", "return bits ? bits : 0x80000000u;", "return bits;"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -159,6 +174,27 @@ def test_every_kimi_product_has_a_configuration():
             config.check(Dims.plain(m, n, k))
             assert replace(config, columns=16, slots=chosen.slots) == chosen
     assert not candidates(Dims.plain(1, 64, 64), "sm_89")
+
+
+def test_handing_over_costs_no_build_and_changes_no_bits():
+    """All that differs is told at run time and has no part in which block multiplies what."""
+    dims = Dims.plain(16, 7168, 7168)
+    for config in candidates(dims):
+        found = hand_overs(config)
+        assert len(set(found)) == len(found) > 4
+        assert {replace(c, early=0, ahead=0) for c in found} == {replace(config, early=0, ahead=0)}
+        assert all(c.fits(dims) and c.defines() == config.defines() for c in found)
+
+
+def test_some_candidates_leave_room_for_the_next_launch():
+    """Of every width, for every product: shared memory and registers of both launches' blocks."""
+    for n, k in KIMI:
+        found = candidates(Dims.plain(16, n, k))
+        assert {c.rows for c in found if c.overlaps(Dims.plain(16, n, k))} >= {64, 128, 256}
+        assert not all(c.overlaps(Dims.plain(16, n, k)) for c in found)
+    assert not Config(16, 2, 1, 12).overlaps(dims := Dims.plain(16, 7168, 7168))
+    assert Config(16, 2, 1, 6).overlaps(dims) and not Config(16, 2, 1, 6, 264).overlaps(dims)
+    assert not Config(64, 2, 2, 2).overlaps(Dims.plain(64, 7168, 7168))
 
 
 @needs_nvrtc
