@@ -23,6 +23,7 @@ from tests.device_plans import poison
 from tests.runtime.graph.device_worlds import DeviceWorld, open_world, requests_for, state
 from tests.worlds import Got, run
 from tools.bench_invariance import compare, prepare, row_bits
+from tools.gpu_memory import company
 
 pytestmark = pytest.mark.gpu
 GAP = 0.15  # of two scores at which another order of sums may choose the other token
@@ -139,7 +140,9 @@ def test_speculation_changes_no_text_but_near_ties(world, temperature):
 
 
 def test_many_streams_and_no_memory_kept(world):
-    """64 streams at once, again and again: the same free memory, every page given back, one number of graphs."""
+    """64 streams at once, again and again: the same free memory, every page given back, one number of graphs. Must run alone."""
+    if reason := company(world.worker.driver.free_bytes):
+        pytest.skip(f"free memory says nothing: {reason}")
     params = SamplingParams(temperature=0.7, max_tokens=TOKENS)
     trees = TreeSpeculation(world.worker, SpeculativeConfig(tree_budget=8))
     engine = world.engine(trees)
@@ -149,8 +152,11 @@ def test_many_streams_and_no_memory_kept(world):
     for first in (0, 64, 128):
         got = run(engine, [replace(r, id=f"{first}-{r.id}") for r in requests_for(prompts[first : first + 64], params)])
         assert all(g.finish in ("length", "stop") for g in got.values())
-    assert world.worker.driver.free_bytes() == before and world.worker.backend.arena.nbytes == arena
-    assert engine.stats().pages_used == 0
+    assert engine.stats().pages_used == 0 and world.worker.backend.arena.nbytes == arena
+    after = world.worker.driver.free_bytes()
+    if after != before and (reason := company(world.worker.driver.free_bytes)):
+        pytest.skip(f"free memory says nothing: {reason}")
+    assert after == before
 
 
 def test_an_invariant_rows_bits_are_its_own(invariant):
