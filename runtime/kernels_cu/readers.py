@@ -23,7 +23,7 @@ import numpy as np
 from runtime.kernels_cu.link import U8, Link
 from runtime.source import ITEM_BYTES, FileWindow
 
-AHEAD = 128  # jobs under way: 2 GB, the 40 ms in which a layer is named
+AHEAD = 256  # jobs under way: 4 GB, 80 ms, twice what a layer of Kimi K2.6 needs to be named and w_uk to be turned
 CUT_BYTES = 4 << 20  # of whole rows read at once where columns are cut
 GAP_BYTES = 4096  # between windows of a file, read along: a shape of 8 bytes between words and scales
 _BUFFERS = 512  # of one preadv; Linux takes 1,024
