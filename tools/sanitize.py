@@ -5,12 +5,14 @@
     python tools/sanitize.py --tools racecheck --families tree_mla,moe_w4 --json tools/results/sanitizer_h200.jsonl
 
 memcheck counts bad addresses, racecheck hazards in shared memory, initcheck reads of device memory nobody wrote, synccheck barriers
-misused. First every family runs without a tool, so that kernels are compiled once and a broken test is not taken for a finding; then
-tools and families run side by side, a process each. What has not run when the time is up is recorded as such, and is no success.
-`planted` is a family of four kernels with one fault each: a tool that does not find its own is blind, and so is its column.
+misused. First every family runs without a tool, in both builds, so that kernels are compiled once and a broken test is not taken for
+a finding; then tools and families run side by side, a process each. What has not run when the time is up is recorded as such, and
+is no success. `planted` is a family of four kernels with one fault each: a tool that does not find its own is blind, and so is its
+column.
 
 racecheck does not follow a __syncwarp before a single lane's arrival at an mbarrier and would report each: it gets builds in which
-all lanes arrive (EVERY_LANE_ARRIVES=1). CuPy's memory pool is off, so that memcheck sees where an array ends.
+all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu has none: tensor copies fill its ring and wgmma alone reads it. CuPy's
+memory pool is off, so that memcheck sees where an array ends.
 GPU-unverified.
 """
 
@@ -21,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,12 +53,14 @@ FAMILIES = {
     "model": (f"{KERNELS}test_backend_gpu.py", "test_the_model and tiny and 64"),
 }
 PLANTED = "planted"
+PLAIN, LANES = "plain", "all lanes"  # columns without a tool: as built by default, and as racecheck gets it
+WITH_LANES = ("moe_w4", "tree_mla", "model")  # families that have such builds
 START = "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))"
 FAULTS = r"""
 extern "C" __global__ void memcheck(int* a) { a[threadIdx.x + (1 << 20)] = 1; }
 extern "C" __global__ void racecheck(int* a) { __shared__ int s[64]; s[threadIdx.x] = threadIdx.x; a[threadIdx.x] = s[threadIdx.x ^ 32]; }
 extern "C" __global__ void initcheck(int* a) { a[threadIdx.x] += 1; }
-extern "C" __global__ void synccheck(int* a) { if (threadIdx.x < 40) { __syncthreads(); a[threadIdx.x] = 1; } }
+extern "C" __global__ void synccheck(int* a) { if (threadIdx.x < 40) __syncthreads(); a[threadIdx.x] = 1; }
 """
 
 
@@ -112,24 +117,29 @@ def command_of(family: str, tool: str) -> list[str]:
 
 
 def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
-    """One process, with a tool or without ("plain"), that ends by `end` of the monotonic clock."""
+    """One process, with a tool or without (PLAIN, LANES), that ends by `end` of the monotonic clock."""
     begin = time.monotonic()
     if begin >= end:
         return Found(tool, family, "not run")
-    environment = {**os.environ, **({"EVERY_LANE_ARRIVES": "1"} if tool == "racecheck" else {})}
+    alone = tool in (PLAIN, LANES)
+    environment = {**os.environ, **({"EVERY_LANE_ARRIVES": "1"} if tool in ("racecheck", LANES) else {})}
     with tempfile.TemporaryDirectory() as folder:
         log, command = Path(folder) / "log", command_of(family, tool)
-        if tool != "plain":
+        if not alone:
             command = [sanitizer, "--tool", tool, "--print-limit", "20", "--log-file", str(log), *command]
+        pipe = subprocess.PIPE
+        popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         try:
-            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=end - begin, check=False)
+            out, err = popen.communicate(timeout=end - begin)
         except subprocess.TimeoutExpired:
+            os.killpg(popen.pid, signal.SIGKILL)  # the tool and what it runs
+            popen.communicate()
             return Found(tool, family, "timeout", seconds=round(time.monotonic() - begin, 1))
-        said = read_log(log.read_text(errors="replace") if log.exists() else "") if tool != "plain" else (0, 0, "")
-    passed, failed = (1, 0) if family == PLANTED else read_counts(ran.stdout)
+        said = (0, 0, "") if alone else read_log(log.read_text(errors="replace") if log.exists() else "")
+    passed, failed = (1, 0) if family == PLANTED else read_counts(out)
     state = "done" if said and passed and not failed else "failed"
     errors, hazards, first = said or (0, 0, "")
-    last = (ran.stderr or ran.stdout).strip().rpartition("\n")[2]
+    last = (err or out).strip().rpartition("\n")[2]
     seconds = round(time.monotonic() - begin, 1)
     return Found(tool, family, state, errors, hazards, passed, failed, seconds, first or ("" if state == "done" else last[:400]))
 
@@ -138,7 +148,8 @@ def run_all(sanitizer: str, tools: Sequence[str], families: Sequence[str], limit
     """First every family alone, then every tool over every family, and over the planted faults."""
     end = time.monotonic() + limit_s
     with ThreadPoolExecutor(workers) as pool:
-        cells = [("plain", family) for family in families]
+        cells = [(PLAIN, family) for family in families]
+        cells += [(LANES, family) for family in families if family in WITH_LANES and "racecheck" in tools]
         found = list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
         cells = [(tool, family) for family in [*families, PLANTED] for tool in tools]
         return found + list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
@@ -147,11 +158,11 @@ def run_all(sanitizer: str, tools: Sequence[str], families: Sequence[str], limit
 def table(found: Sequence[Found], tools: Sequence[str]) -> str:
     """Tools across, families down."""
     by = {(f.tool, f.family): f for f in found}
-    columns = ("plain", *tools)
+    columns = (PLAIN, LANES, *tools)
     lines = [f"{'':15}" + "".join(f"{tool:>14}" for tool in columns)]
     for family in dict.fromkeys(f.family for f in found):
         cells = [by.get((tool, family)) for tool in columns]
-        words = ["" if c is None else f"{c.passed} passed" if c.tool == "plain" and c.clean else c.cell for c in cells]
+        words = ["" if c is None else f"{c.passed} passed" if c.tool in (PLAIN, LANES) and c.clean else c.cell for c in cells]
         lines.append(f"{family:15}" + "".join(f"{word:>14}" for word in words))
     return "\n".join(lines)
 

@@ -52,7 +52,7 @@ def ran(tmp_path, monkeypatch, capsys):
         plain = [sys.executable, "-c", "print('3 passed in 0.1s')"]
         command_of = sanitize.command_of
         monkeypatch.setattr(
-            sanitize, "command_of", lambda family, tool: plain if tool == "plain" else command_of(family, tool)
+            sanitize, "command_of", lambda family, tool: plain if tool in (sanitize.PLAIN, sanitize.LANES) else command_of(family, tool)
         )  # fmt: skip
         options = ["--families", families, "--sanitizer", str(program), "--json", str(records), "--limit", str(limit), "--commit", "abc"]
         status = sanitize.main(options)
@@ -71,9 +71,9 @@ def test_logs_are_read():
 
 def test_all_clean_is_success_and_recorded(ran):
     status, records, text = ran("tree_mla,model")
-    assert status == 0 and len(records) == 2 + 4 * 3, text
+    assert status == 0 and len(records) == 2 + 2 + 4 * 3, text
     assert {r["commit"] for r in records} == {"abc"} and all(r["state"] == "done" and len(r["kernels"]) == 12 for r in records)
-    assert re.search(r"tree_mla +3 passed +0 errors +0 hazards +0 errors +0 errors", text)
+    assert re.search(r"tree_mla +3 passed +3 passed +0 errors +0 hazards +0 errors +0 errors", text)
     assert re.search(r"planted +12 errors +2 hazards +12 errors +12 errors", text)
 
 
