@@ -91,7 +91,7 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& weig
   if (box < end) ask_weights(box);
   for (int n = SLOTS + lane; n < SLOTS + p.ahead && n < count; n += 32) {
     const Place at = place_of(n);
-    tensor_prefetch(weights, at.column, at.row, once);
+    tensor_prefetch(weights, at.column, at.row, again);   // not the first to leave: the copy that reads it makes it so
   }
   pdl_wait();
   if (box < end) ask_rows(box);

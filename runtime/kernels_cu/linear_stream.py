@@ -1,6 +1,7 @@
 """Products with few rows on sm_90a, as fast as memory is read: the call of linear_stream.cu, and what to build it as.
 
 It serves what `linear_skinny` does, to 64 rows. A row's bits depend on N, K and the configuration, its columns excepted, not on M.
+How a launch follows another, in ns, and what bounds it: docs/linear.md. GPU-unverified: `early`, `ahead`, meeting by cells.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MOST_ROWS = 64
 COLUMNS = (8, 16, 24, 32, 48, 64)
 SMS = 132  # of an H100 or H200
 MAX_SMEM_BYTES, SM_SMEM_BYTES = 232_448, 233_472
-# From the fit of docs/linear.md to the 48 readings of commit bf5e8af, median error 2.5 %: a stream's share of `read_bps`; what a byte of x, from
-# L2, costs; from the last box to the next launch's first, where that waits for room, and for each 16 columns; a cut tile's meeting
-# was 2.0 us and four trips to L2, of which one is left. Estimates: an SM's own rate; bytes under way to it for the whole rate.
+# From the fit of docs/linear.md to the 48 readings of commit bf5e8af: a stream's share of `read_bps`; what a byte of x, from L2, costs;
+# from the last box to the next launch's first, where that waits for room, and for each 16 columns; a cut tile's meeting was 2.0 us and
+# four trips to L2, of which one is left. Estimates: an SM's own rate; bytes under way to it for the whole rate.
 _RATE, _X_COST, _GAP_US, _COLUMNS_US, _TRIP_US = 0.931, 0.31, 1.3, 0.55, 0.5
 _SM_BPS, _FLIGHT_BYTES = 55e9, 36_000
 Describe = Callable[[int, int, int, int, int], Any]  # as tensor_map

@@ -119,7 +119,7 @@ FAULTS = {
     "a neighbour's sum lost": ("product.take(block_of(p, begin))", "product.take(block_of(p, begin) + 1)"),
     "a cell left full": ("store_cell(cells_of(block - i) + (u0 + u) * 4 * kMultiply, uint4{0, 0, 0, 0});", ""),
     "a sum in another block's place": ("(size_t)block * kSum", "(size_t)(block / 2) * kSum"),
-    "boxes from the first to the last": ("box = share.to - 1 - n, tile = box / p.steps, head", "box = share.from + n, tile = box / p.steps, head"),
+    "boxes from the first on": ("box = share.to - 1 - n, tile = box / p.steps, h", "box = share.from + n, tile = box / p.steps, h"),
     "rows eight apart changed about": ("sum[t][n][2 * eight + e]", "sum[t][n][2 - 2 * eight + e]"),
     "a dead row": ("!(p.seq && p.seq[m] < 0)", "true"),
     "the last rows": ("if (row + below >= p.N) continue;", "if (row + below >= p.N - 8) continue;"),
