@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named_and_waited_for_once(shim: Callable[.
     config = config_for(3)
     lib = shim("all_reduce_entry.cu", config.defines(HIDDEN))
     for kind in ("one", "two"):
-        w = World(config, lib, spins=500)
+        w = World(config, lib, spins=20_000)
 
         def alone(rank: int, w: World = w, kind: str = kind) -> int:
             if rank == 1:
