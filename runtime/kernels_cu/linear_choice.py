@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from runtime.hw import HARDWARE, Hardware
@@ -24,6 +25,7 @@ def tuned_key(dims: Dims, kernel: str = "skinny") -> str:
     return f"linear_{kernel} N={dims.N} K={dims.K} heads={dims.heads}"
 
 
+@cache
 def source_digest(kernel: str = "skinny") -> str:
     """Twelve hex digits of everything that the kernel is compiled from."""
     source = SOURCES[kernel]
@@ -59,18 +61,23 @@ def _source(entry: Mapping[str, Any], kernel: str, gpu: str) -> str:
 
 def fastest(dims: Dims, gpu: str, arch: str = "sm_90a") -> str:
     """skinny, stream or library (cuBLASLt): of those that take the product and were timed, the fastest at the measured M that is the next
-    above. What no record names has no turn, but for `skinny`, which goes first where nothing else was timed along with it."""
+    above. A kernel's time counts while the kernel is the one that was timed. What no record names has no turn, but for `skinny`, which
+    goes first where nothing else was timed along with it."""
     tuned = read_tuned(gpu)
     skinny, stream = tuned.get(tuned_key(dims), {}), tuned.get(tuned_key(dims, "stream"), {})
     us = {"library": _us_at(stream, "library_us", dims.M) or _us_at(skinny, "library_us", dims.M)}
     if linear_skinny.takes(dims):
-        us["skinny"] = _us_at(skinny, "us", dims.M)
+        us["skinny"] = _own_us(skinny, "skinny", dims.M)
     if linear_stream.takes(dims, arch):
-        us["stream"] = _us_at(stream, "us", dims.M)
+        us["stream"] = _own_us(stream, "stream", dims.M)
     timed = {kernel: time for kernel, time in us.items() if time}
     if "skinny" in us and (not timed or ("skinny" not in timed and "stream" not in timed)):
         return "skinny"
     return min(timed, key=lambda kernel: timed[kernel], default="library")
+
+
+def _own_us(entry: Mapping[str, Any], kernel: str, m: int) -> float:
+    return _us_at(entry, "us", m) if entry.get("src") == source_digest(kernel) else 0.0
 
 
 def _us_at(entry: Mapping[str, Any], times: str, m: int) -> float:

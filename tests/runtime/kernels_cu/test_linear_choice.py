@@ -21,7 +21,7 @@ def at(m: int, n: int = 64) -> Dims:
 @pytest.fixture
 def record(monkeypatch):
     def put(skinny: dict, stream: dict) -> None:
-        tuned = {tuned_key(at(1)): skinny, tuned_key(at(1), "stream"): stream}
+        tuned = {tuned_key(at(1)): {"src": source_digest()} | skinny, tuned_key(at(1), "stream"): {"src": source_digest("stream")} | stream}
         monkeypatch.setattr(linear_choice, "read_tuned", lambda gpu: tuned)
 
     return put
@@ -41,6 +41,11 @@ def test_without_a_record_of_both_the_kernel_has_its_turn(record):
     assert fastest(at(8, n=128), "h200") == "skinny" and fastest(at(17, n=128), "h200") == "library"
 
 
+def test_a_time_of_another_version_of_the_kernel_does_not_count(record):
+    record(SKINNY, STREAM | {"src": "another"})
+    assert [fastest(at(m), "h200") for m in (1, 8, 16, 32)] == ["skinny", "library", "library", "library"]
+
+
 def test_a_kernel_gets_no_product_that_it_can_not_take(record):
     record(SKINNY, STREAM)
     assert fastest(at(8), "h200", "sm_80") == "library"
@@ -55,7 +60,7 @@ def test_a_tuned_stream_is_one_for_all_rows(record):
     assert [config.columns for config, _ in found.values()] == [8, 16, 24, 64]
     assert all((c.groups, c.tall, c.blocks, why) == (1, 2, 264, "tuned/h200.json") for c, why in found.values())
     assert choose_stream(at(1, n=128), "h200")[1] == "default"
-    entry["src"] = "another"
+    record(SKINNY, entry | {"src": "another"})
     assert choose_stream(at(1), "h200")[1] == "tuned/h200.json, measured on another version of the kernel"
 
 
