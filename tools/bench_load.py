@@ -3,6 +3,7 @@
 
     python tools/bench_load.py --folder /tmp/k26                              # writes 11 GB there first, unless they are there
     python tools/bench_load.py --folder /tmp/k26 --tp 8 --rank 3              # one rank's slices
+    python tools/bench_load.py --folder /tmp/k26 --rings 16x24x16 12x24x16 16x32x4    # threads, slots, MiB: other rings
     python tools/bench_load.py --folder /tmp/k26 --json tools/results/load_h200.jsonl
 
 The checkpoint holds one dense and --layers - 1 expert layers and a short vocabulary, its words random, its scales small. It has
@@ -20,7 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ from model import kimi_k26
 from model.pack_w4 import w4_from_experts, w4_from_gate_up
 from model.shards import INDEX, ITEM_BYTES
 from model.weights import Checkpoint
+from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.readers import Spent
+from runtime.kernels_cu.recorder import DeviceW4
+from runtime.kernels_cu.residency import Loader
 from runtime.source import Source
 from tools.bench_moe import has_gpu, provenance
 
@@ -213,23 +217,31 @@ def load(ckpt: Checkpoint, config: kimi_k26.Config, backend: Any, tp: int, rank:
 
 def measure(options: argparse.Namespace) -> None:
     from runtime.kernels_cu import repack_w4
-    from runtime.kernels_cu.backend import CudaBackend
     from runtime.kernels_cu.device import CupyDevice
 
     device = CupyDevice()
     device.functions(repack_w4.SOURCE, {}, repack_w4.ENTRIES)  # compiled before the clock starts
     rate = copy_rate(device)
     with Checkpoint.open(options.folder) as ckpt:
-        config = kimi_k26.Config.from_json(ckpt.config)
-        backend = CudaBackend(device)
-        start = time.perf_counter()
-        backend.loading()
-        ring_s = time.perf_counter() - start
-        run, weights = load(ckpt, config, backend, options.tp, options.rank)
-        start = time.perf_counter()
-        backend.settle()
-        back_s = time.perf_counter() - start
-        wrong = list(differences(backend, weights, ckpt, config, options.tp, options.rank))
+        for ring in options.rings or [{}]:
+            measure_ring(options, device, ckpt, ring, rate)
+
+
+def measure_ring(options: argparse.Namespace, device: Any, ckpt: Checkpoint, ring: dict[str, int], rate: float) -> None:
+    """One load through a ring, printed, compared and recorded. rate: of plain copies, bytes/s."""
+    from runtime.kernels_cu.backend import CudaBackend
+
+    config = kimi_k26.Config.from_json(ckpt.config)
+    backend = CudaBackend(device)
+    start = time.perf_counter()
+    backend.loader = Loader(device, device.link(), **ring)
+    ring_s = time.perf_counter() - start
+    run, weights = load(ckpt, config, backend, options.tp, options.rank)
+    start = time.perf_counter()
+    backend.settle()
+    back_s = time.perf_counter() - start
+    wrong = list(differences(backend, weights, ckpt, config, options.tp, options.rank))
+    release(backend, weights)
     share = run.nbytes / run.seconds / rate
     print(
         f"{run.nbytes / 1e9:.2f} GB in {run.seconds:.3f} s = {run.nbytes / run.seconds / 1e9:.1f} GB/s, {share:.2f} of the "
@@ -241,7 +253,7 @@ def measure(options: argparse.Namespace) -> None:
         raise SystemExit(1)
     if options.json:
         record = {
-            "schema": 2, "layers": config.layers, "tp": options.tp, "rank": options.rank, "gb": round(run.nbytes / 1e9, 3),
+            "schema": 2, "layers": config.layers, "tp": options.tp, "rank": options.rank, "ring": ring, "gb": round(run.nbytes / 1e9, 3),
             "s": round(run.seconds, 4), "gb_s": round(run.nbytes / run.seconds / 1e9, 2), "copy_gb_s": round(rate / 1e9, 2),
             "share": round(share, 4), "ring_s": round(ring_s, 3), "ring_back_s": round(back_s, 3), **run.split(),
             **provenance(options.commit),
@@ -251,12 +263,30 @@ def measure(options: argparse.Namespace) -> None:
             file.write(json.dumps(record) + "\n")
 
 
+def release(backend: Any, weights: Any) -> None:
+    """Frees a model's weights, so that the next ring finds the same memory."""
+    for f in fields(weights):
+        value = getattr(weights, f.name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, DeviceArray | DeviceW4):
+                backend.device.free(part.flat if isinstance(part, DeviceArray) else part.address)
+            elif is_dataclass(part):
+                release(backend, part)
+
+
+def ring_of(text: str) -> dict[str, int]:
+    """16x24x16: threads, slots and MiB of a slot, as `Loader` takes them."""
+    threads, slots, mib = (int(x) for x in text.split("x"))
+    return {"threads": threads, "slots": slots, "slot_bytes": mib << 20}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint lies; it is written if config.json is not there")
     parser.add_argument("--layers", type=int, default=2, help="layers of a checkpoint to write, 1 dense and the rest experts (default 2)")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the model (default 1)")
     parser.add_argument("--rank", type=int, default=0, help="whose slices are loaded (default 0)")
+    parser.add_argument("--rings", nargs="+", type=ring_of, metavar="THREADSxSLOTSxMIB", help="a load for each (default: the runtime's)")
     parser.add_argument("--json", type=Path, help="append a record")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     options = parser.parse_args(arguments)

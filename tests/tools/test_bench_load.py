@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from model import kimi_k26
@@ -41,6 +43,15 @@ def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path, capsys):
     assert run.seconds == pytest.approx(run.load_s + run.settle_s + run.tail_s) and run.naming_s > 0
     run.print()
     assert f"{len(run.readers)} readers: reading" in capsys.readouterr().out
+
+
+def test_a_ring_is_measured_and_its_weights_freed(folder, tmp_path, capsys):
+    device = ShimDevice(Shim(tmp_path))
+    with Checkpoint.open(folder) as ckpt:
+        bench_load.measure_ring(argparse.Namespace(tp=2, rank=1, json=None), device, ckpt, bench_load.ring_of("3x4x1"), 1e9)
+    out = capsys.readouterr().out
+    assert "equal, bit for bit" in out and "3 readers" in out
+    assert sum(room.nbytes for room in device._held.values()) < 4096  # the largest scales of two sets of experts
 
 
 def test_without_a_gpu_nothing_is_claimed(folder, monkeypatch):
