@@ -99,8 +99,8 @@ class CudaLink:
 
     def _after(self, first: int, then: int) -> None:
         """Work enqueued on `then` from now on waits for what `first` holds."""
-        _call("cuEventRecord", self._order, ctypes.c_void_p(first))
-        _call("cuStreamWaitEvent", ctypes.c_void_p(then), self._order, ctypes.c_uint(0))
+        _short("cuEventRecord", self._order, ctypes.c_void_p(first))
+        _short("cuStreamWaitEvent", ctypes.c_void_p(then), self._order, ctypes.c_uint(0))
 
 
 def _event() -> ctypes.c_void_p:

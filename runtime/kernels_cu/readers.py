@@ -100,9 +100,14 @@ class Readers:
 
     def settle(self) -> None:
         """Returns when all jobs are enqueued; the device's stream waits for them. Raises what a reader met."""
-        for _ in range(AHEAD):
-            self._room.acquire()
-        self._room.release(AHEAD)
+        taken = 0
+        try:
+            while taken < AHEAD:
+                self._room.acquire()
+                taken += 1
+        finally:  # also when interrupted: close settles again
+            if taken:
+                self._room.release(taken)
         self._raise()
         with self._order:
             self._link.end()
