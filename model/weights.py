@@ -198,7 +198,8 @@ class Checkpoint:
             if not got:
                 raise OSError(f"end of file at byte {start + done}, {raw.nbytes - done} bytes too early")
             done += got
-        return raw.view(kind).reshape(shape)
+        array: NDArray[Any] = raw.view(kind).reshape(shape)
+        return array
 
     def _find(self, name: str) -> Stored:
         if name not in self._tensors:
