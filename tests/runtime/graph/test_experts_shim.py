@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from model.tiny import make_tiny
+from runtime.cuda_worker import CudaWorker
 from runtime.kernels_cu import recorder
 from runtime.kernels_cu.array import DeviceArray
 from runtime.plan import pack_plan
@@ -21,14 +22,13 @@ def path(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("deep") / "model", seed=3, **{**SIZES, "num_hidden_layers": 4})
 
 
-def hit_by_layer(pair: Pair, plan) -> list[int]:
+def hit_by_layer(worker: CudaWorker, plan) -> list[int]:
     """Runs the plan's launches one by one and looks at `expert` [M, k] after each layer's."""
-    worker = pair.cuda
     records = worker.program_of(plan.m, len(plan.out_rows)).records
     pack_plan(plan, worker._layout, worker._plan.blob.host)
     found = []
     for record in records:
-        record.run.run(0)
+        record.run.run(worker.driver.device.stream)
         if record.op == "moe_w4" and record.symbols:
             rows, top_k = record.symbols["M"], record.symbols["k"]
             address, _ = worker.backend.arena.held["expert"]
@@ -52,7 +52,7 @@ def test_a_step_says_how_many_experts_its_layers_hit(path, shim, rng, monkeypatc
     for tokens in (9, 1, 3, 9, 1):
         plan = plan_of(rng, tokens)
         result = pair.cuda.step(plan)
-        hit = hit_by_layer(pair, plan)
+        hit = hit_by_layer(pair.cuda, plan)
         assert len(hit) == 3 and result.experts == pytest.approx(np.mean([hit[i] for i in counted]))
         seen.add(result.experts)
     assert len(seen) > 2

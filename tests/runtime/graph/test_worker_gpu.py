@@ -16,11 +16,13 @@ from runtime import LLM, SamplingParams, sampling
 from runtime.config import SpeculativeConfig
 from runtime.graph.driver import Listed
 from runtime.graph.probe import Probe
+from runtime.kernels_cu.plan_io import MOST_UNIONS
 from runtime.plan import pack_draft, pack_plan
 from runtime.speculate import NoSpeculation, TreeSpeculation
 from tests.compare import check_bitwise
 from tests.device_plans import poison
 from tests.runtime.graph.device_worlds import DeviceWorld, open_world, requests_for, state
+from tests.runtime.graph.test_experts_shim import hit_by_layer
 from tests.worlds import Got, run
 from tools.bench_invariance import compare, prepare, row_bits
 from tools.gpu_memory import company
@@ -157,6 +159,14 @@ def test_many_streams_and_no_memory_kept(world):
     if after != before and (reason := company(world.worker.driver.free_bytes)):
         pytest.skip(f"free memory says nothing: {reason}")
     assert after == before
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 200])
+def test_a_step_says_how_many_experts_its_layers_hit(world, probe, rows):
+    """Captured, in a bucket with dead rows, against NumPy on the choices of the launches one by one."""
+    plan = probe.step(rows, min(rows, 8))
+    hit = hit_by_layer(world.worker, plan)
+    assert len(hit) <= MOST_UNIONS and world.worker.step(plan).experts == pytest.approx(np.mean(hit)) > 0
 
 
 def test_an_invariant_rows_bits_are_its_own(invariant):
