@@ -231,14 +231,12 @@ def load(
     def moe(prefix: str) -> Moe:
         cut = part(c.expert_width)
         names = [f"{prefix}experts.{e}." for e in range(c.experts)]
-        w13 = w4_source([tuple(ckpt.triple(f"{n}{kind}", cut, None) for kind in ("gate_proj", "up_proj")) for n in names])
-        w2 = w4_source([(ckpt.triple(f"{n}down_proj", None, cut),) for n in names])
-        return Moe(
+        return Moe(  # in this order: a backend fetches gate and up while down is named
             backend.param(get(f"{prefix}gate")),
             backend.param(ckpt.source(f"{prefix}gate.e_score_correction_bias")),
             mlp(f"{prefix}shared_experts.", c.expert_width * c.shared_experts),
-            backend.param_w4(w13),
-            backend.param_w4(w2),
+            backend.param_w4(w4_source([tuple(ckpt.triple(f"{n}{kind}", cut, None) for kind in ("gate_proj", "up_proj")) for n in names])),
+            backend.param_w4(w4_source([(ckpt.triple(f"{n}down_proj", None, cut),) for n in names])),
         )
 
     def layer(i: int) -> Layer:
