@@ -15,7 +15,7 @@ from typing import Any
 
 from model.pack_w4 import w4_source
 from model.rope import Rope
-from runtime.source import Source, stack
+from runtime.source import Source, one_late, stack
 from runtime.types import Array, StepPlan
 
 # transformers builds q_a_layernorm and kv_a_layernorm with their default epsilon, whatever rms_norm_eps
@@ -239,26 +239,28 @@ def load(
             backend.param_w4(w4_source([(ckpt.triple(f"{n}down_proj", None, cut),) for n in names])),
         )
 
-    def layer(i: int) -> Layer:
+    def layer(i: int) -> Callable[[], Layer]:
+        """Names what a backend fetches alone; returns what reads and turns kv_b here, and makes the layer."""
         p, heads = f"model.layers.{i}.", c.heads // tp
         a = f"{p}self_attn."
-        # first what a backend fetches alone: it goes on while kv_b is turned here
-        block = mlp(f"{p}mlp.", c.dense_width) if i < c.dense_layers else moe(f"{p}mlp.")
-        kv_b = get(f"{a}kv_b_proj", part(c.heads * (c.nope + c.value))).read().reshape(heads, c.nope + c.value, c.latent)
-        made = Layer(
-            input_norm=backend.param(get(f"{p}input_layernorm")),
-            qkv_a=backend.param(stack(get(f"{a}q_a_proj"), get(f"{a}kv_a_proj_with_mqa"))),
-            q_norm=backend.param(get(f"{a}q_a_layernorm")),
-            kv_norm=backend.param(get(f"{a}kv_a_layernorm")),
-            q_b=backend.param(get(f"{a}q_b_proj", part(c.heads * (c.nope + c.rope_dim)))),
-            w_uk=backend.param(kv_b[:, : c.nope].transpose(0, 2, 1)),
-            w_uv=backend.param(kv_b[:, c.nope :]),
-            o=backend.param(get(f"{a}o_proj", None, part(c.heads * c.value))),
-            post_norm=backend.param(get(f"{p}post_attention_layernorm")),
-            mlp=block,
-        )
-        progress(f"layer {i}")
-        return made
+        fetched = {
+            "input_norm": backend.param(get(f"{p}input_layernorm")),
+            "qkv_a": backend.param(stack(get(f"{a}q_a_proj"), get(f"{a}kv_a_proj_with_mqa"))),
+            "q_norm": backend.param(get(f"{a}q_a_layernorm")),
+            "kv_norm": backend.param(get(f"{a}kv_a_layernorm")),
+            "q_b": backend.param(get(f"{a}q_b_proj", part(c.heads * (c.nope + c.rope_dim)))),
+            "o": backend.param(get(f"{a}o_proj", None, part(c.heads * c.value))),
+            "post_norm": backend.param(get(f"{p}post_attention_layernorm")),
+            "mlp": mlp(f"{p}mlp.", c.dense_width) if i < c.dense_layers else moe(f"{p}mlp."),
+        }
+
+        def finish() -> Layer:
+            kv_b = get(f"{a}kv_b_proj", part(c.heads * (c.nope + c.value))).read().reshape(heads, c.nope + c.value, c.latent)
+            w_uk, w_uv = kv_b[:, : c.nope].transpose(0, 2, 1), kv_b[:, c.nope :]
+            progress(f"layer {i}")
+            return Layer(w_uk=backend.param(w_uk), w_uv=backend.param(w_uv), **fetched)
+
+        return finish
 
     vocab = part(c.vocab)
     return Weights(
@@ -266,7 +268,7 @@ def load(
         head=backend.param(get("lm_head", vocab)),
         norm=backend.param(get("model.norm")),
         first=vocab.start,
-        layers=tuple(layer(i) for i in range(c.layers)),
+        layers=tuple(one_late(layer(i) for i in range(c.layers))),  # 25 ms of the host's work, while the next layer comes
         cos_sin=backend.param(c.rope.table(positions, c.rope_dim)),
     )
 

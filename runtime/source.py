@@ -6,15 +6,17 @@ device fetches the windows itself, many at once, straight to where they shall li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from runtime.types import Array
 from runtime.w4 import GROUP, W4, check_dims
 
+T = TypeVar("T")
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
 
 
@@ -90,6 +92,17 @@ def stack(*sources: Source) -> Source:
     rows = sum(s.shape[0] for s in sources)
     windows = tuple(w for s in sources for w in s.windows)
     return Source((rows, sources[0].shape[1]), sources[0].dtype, windows, tuple(r for s in sources for r in s.readers))
+
+
+def one_late(started: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What each makes, called when the next has been started: the host's work, while a device fetches what that one named."""
+    before: Callable[[], T] | None = None
+    for finish in started:
+        if before is not None:
+            yield before()
+        before = finish
+    if before is not None:
+        yield before()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.recorder import DeviceW4
 from runtime.kernels_cu.residency import Loader
-from runtime.source import FileWindow, HashWindow, Source, Triple, W4Source, stack
+from runtime.source import FileWindow, HashWindow, Source, Triple, W4Source, one_late, stack
 from runtime.w4 import W4
 from tests.host_link import HostLink
 from tests.shim_device import ShimDevice
@@ -170,6 +170,17 @@ def test_faults_of_files_are_named(shim, tmp_path):
     wide = FileWindow(path, 0, "bf16", 4000, (0, 1), (0, 4000))
     with pytest.raises(ValueError, match=r"a row of 8000 bytes in .*short.bin is longer than a slot of 3000"):
         stream(shim, [Source((1, 4000), "bf16", (wide,), (lambda: np.zeros((1, 4000), bf16),))])
+
+
+def test_a_layer_is_finished_when_the_next_is_on_its_way():
+    seen: list[str] = []
+
+    def start(i):
+        seen.append(f"start {i}")
+        return lambda: seen.append(f"finish {i}") or i
+
+    assert list(one_late(start(i) for i in range(3))) == [0, 1, 2] and list(one_late(iter(()))) == []
+    assert seen == ["start 0", "start 1", "finish 0", "start 2", "finish 1", "finish 2"]
 
 
 def test_sources_that_do_not_fit_together_are_refused():
