@@ -21,7 +21,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("client", ["openai", "own"])
-def test_streams_of_both_clients(tiny: str, tmp_path: Path, client: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_of_both_clients(
+    tiny: str, tmp_path: Path, client: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)  # there is no GPU to share here
     server = [tiny, "--num-pages", "300", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
     options = ["--requests", "12", "--streams", "6", "--client", client, "--json", str(tmp_path / "r.jsonl"), "--", *server]
     code = tool.main(options)
