@@ -24,7 +24,7 @@ def hashed(window: HashWindow) -> Array:
     """[n, k] of the window: near normal about `mean`, within 3.5 `spread`, in bf16 or f32; of i32 eight codes of mean 8: a 0 becomes an 8.
 
     Uniform codes have mean 7.5, half a scale too little in every weight. An expert's outputs then share a direction, which grows
-    from layer to layer until all tokens choose the same experts: 27 of the expected 60 at 8 rows of Kimi K2.6's shape, 7 layers on.
+    from layer to layer until all tokens choose the same experts.
     """
     rows, cols = (np.arange(*span, dtype=np.uint64) for span in (window.rows, window.cols))
     index: NDArray[np.uint64] = rows[:, None] * np.uint64(window.width) + cols

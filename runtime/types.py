@@ -266,6 +266,12 @@ class StepPlan:
     def m(self) -> int:
         return len(self.token)
 
+    @property
+    def drawing(self) -> tuple[Array, ...]:
+        """What op `sample` takes of a plan, after the logits and in the order of its signature."""
+        own = (self.out_rows, self.seq, self.pos, self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.logprobs)
+        return (*own, self.adjust_seq, self.adjust_seq_by, self.adjust_row, self.adjust_row_by, self.mask_rows, self.masks)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

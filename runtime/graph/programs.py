@@ -84,21 +84,7 @@ class Recording:
             made = {name: ops.buffer(f"result_{name}", (out_rows, c.width)[: 1 + c.asked], c.dtype) for name, c in columns.items()}
             ops.sample(
                 logits,
-                plan.out_rows,
-                plan.seq,
-                plan.pos,
-                plan.temperature,
-                plan.top_p,
-                plan.min_p,
-                plan.top_k,
-                plan.seed,
-                plan.logprobs,
-                plan.adjust_seq,
-                plan.adjust_seq_by,
-                plan.adjust_row,
-                plan.adjust_row_by,
-                plan.mask_rows,
-                plan.masks,
+                *plan.drawing,
                 **made,
             )
             asked = {"logprobs": plan.logprobs.flat, "live_seqs": fields.count("logprobs")}

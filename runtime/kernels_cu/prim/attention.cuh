@@ -41,12 +41,6 @@ __device__ __forceinline__ uint32_t lds_u32(smem_t a) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-// Two floats past L1: other blocks wrote them in this launch.
-__device__ __forceinline__ float2 load_f32x2_cg(const float2* p) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-  return v;
-}
 // Whether the phase of that parity is over, without waiting. PTX ISA, "mbarrier.test_wait".
 __device__ __forceinline__ bool bar_test(smem_t b, uint32_t parity) {
   int r;
@@ -108,7 +102,6 @@ inline void sts32(smem_t a, uint32_t v) { memcpy(a, &v, 4); }
 inline float2 lds_f32x2(smem_t a) { float2 v; memcpy(&v, a, 8); return v; }
 inline void sts_f32x2(smem_t a, float x, float y) { memcpy(a, &x, 4); memcpy(a + 4, &y, 4); }
 inline uint32_t lds_u32(smem_t a) { uint32_t v; memcpy(&v, a, 4); return v; }
-inline float2 load_f32x2_cg(const float2* p) { return *p; }
 inline bool named_any(int id, int count, bool yes) {
   static bool said[16];
   if (yes) said[id] = true;
