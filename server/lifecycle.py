@@ -77,6 +77,11 @@ class HttpServer:
         self._stopping: asyncio.Event | None = None
         self._signals: list[int] = []
 
+    def catch_signals(self) -> None:
+        """Before bind(), where the process is ours: who sees the port open may signal, and means an orderly end, before the loop runs too."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: self._on_signal(number))
+
     def bind(self) -> str:
         """Takes the port and returns the URL. From here on connections wait. Raises OSError if the port is taken."""
         family = socket.AF_INET6 if ":" in self._options.host else socket.AF_INET
@@ -112,6 +117,8 @@ class HttpServer:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._loop.add_signal_handler(number, self._on_signal, number)
+        if self._signals:
+            self._stopping.set()
         http = _Uvicorn(self._uvicorn_config())
         serving = asyncio.create_task(http.serve([self._socket] if self._socket else None))
         try:

@@ -194,6 +194,7 @@ def serve(args: argparse.Namespace) -> int:
         log_stats_s=args.log_stats_interval,
     )
     server = HttpServer(service, where, load, loaded)
+    server.catch_signals()
     url = server.bind()
     if args.host not in ("127.0.0.1", "::1", "localhost") and not keys:
         logging.getLogger("server").warning("listening on %s without a key: whoever reaches this port can use the model", args.host)

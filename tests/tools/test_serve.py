@@ -86,7 +86,7 @@ def until(true: Any, within_s: float = 10.0) -> bool:
     while time.monotonic() < end:
         if true():
             return True
-        time.sleep(0.02)
+        time.sleep(0.002)
     return False
 
 
