@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,25 @@ T = TypeVar("T")
 ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
 
 
+class _Window:
+    """Rows [rows) and columns [cols) of a row-major matrix of `width` numbers a row."""
+
+    __slots__ = ()
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
+    def part(self, first: int, last: int) -> Self:
+        """Its rows from `first` to before `last`."""
+        return replace(self, rows=(self.rows[0] + first, self.rows[0] + last))  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, slots=True)
-class FileWindow:
-    """Rows [rows) and columns [cols) of a row-major matrix of `width` numbers a row, from byte `start` of a file."""
+class FileWindow(_Window):
+    """A window of a matrix that lies in a file from byte `start` on."""
 
     path: Path
     start: int
@@ -31,18 +47,10 @@ class FileWindow:
     rows: tuple[int, int]
     cols: tuple[int, int]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
-
-    def part(self, first: int, last: int) -> FileWindow:
-        """Its rows from `first` to before `last`."""
-        return replace(self, rows=(self.rows[0] + first, self.rows[0] + last))
-
 
 @dataclass(frozen=True, slots=True)
-class HashWindow:
-    """The same of a matrix that is computed from `key` and each number's index (`runtime.hashed`). spread 0: all are `mean`."""
+class HashWindow(_Window):
+    """A window of a matrix that is computed from `key` and each number's index (`runtime.hashed`). spread 0: all are `mean`."""
 
     key: int
     mean: float
@@ -51,14 +59,6 @@ class HashWindow:
     width: int
     rows: tuple[int, int]
     cols: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
-
-    def part(self, first: int, last: int) -> HashWindow:
-        """Its rows from `first` to before `last`."""
-        return replace(self, rows=(self.rows[0] + first, self.rows[0] + last))
 
 
 Window = FileWindow | HashWindow

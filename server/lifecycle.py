@@ -78,7 +78,7 @@ class HttpServer:
         self._signals: list[int] = []
 
     def catch_signals(self) -> None:
-        """Before bind(), where the process is ours: who sees the port open may signal, and means an orderly end, before the loop runs too."""
+        """Before bind(), where the process is ours: a signal means an orderly end from when the port opens, not from when the loop runs."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: self._on_signal(number))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 
@@ -14,30 +13,17 @@ os.environ.setdefault("RUNTIME_CHECK_SHAPES", "1")  # tests look at every op cal
 import numpy as np
 import pytest
 
+from runtime.cuda_loading import gpu_count
 from runtime.env import load_env
 
 TEST_LEVEL = load_env().test_level
-
-
-def _count_devices() -> int:
-    """CUDA devices; 0 without CuPy or without a driver."""
-    if importlib.util.find_spec("cupy") is None:
-        return 0
-    import cupy  # only here: collecting tests on a CPU must not pay for it
-
-    try:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
-
-
 LONGEST = ("test_lossless.py", "test_distribution.py")  # minutes each: a file that starts last, ends alone (--dist loadfile)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
     marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
-    devices = _count_devices() if marked else 0
+    devices = gpu_count() if marked else 0
     for item in marked:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1
         if devices < needed:

@@ -55,9 +55,7 @@ def requests_for(prompts: list[list[int]], params: SamplingParams) -> list[Reque
 
 @pytest.fixture(scope="module")
 def plain(world: World, prompts: list[list[int]]) -> dict[str, dict[str, Got]]:
-    return {
-        name: run(world.engine(NoSpeculation()), requests_for(prompts[: COUNT[name]], params)) for name, params in SAMPLING.items()
-    }
+    return {name: run(world.engine(NoSpeculation()), requests_for(prompts[: COUNT[name]], params)) for name, params in SAMPLING.items()}
 
 
 def speculators(world: World, prompts: list[list[int]], plain: dict[str, Got]) -> dict[str, Speculator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +14,9 @@ from runtime.kernels_cu import linear_stream
 from runtime.kernels_cu._build import build, nvrtc_version
 from runtime.kernels_cu.linear_skinny import Dims
 from runtime.kernels_cu.linear_stream import AT_ONCE, Config, candidates, hand_overs, workspace_bytes
-from runtime.kernels_np import dense as define
-from runtime.kernels_np import mla
 from runtime.ops import OPS
-from tests.compare import check_bitwise, check_close
 from tests.mutants import mutant
+from tests.runtime.kernels_cu.linear_cases import check_absorbing, check_product, check_row_bits, check_values
 from tests.shim_calls import address, bf16, poisoned, random_bf16, run_call
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
@@ -45,18 +44,7 @@ def run(get, config: Config, dims: Dims, w, x, out, seq=None, times: int = 1) ->
 
 
 def check(get, rng, config: Config, m: int, n: int, k: int, kind=bf16) -> None:
-    """Row 1 is dead and NaN."""
-    x, w, out = random_bf16(rng, m, k), random_bf16(rng, n, k, scale=k**-0.5), poisoned(m, n, dtype=kind)
-    seq = np.zeros(m, np.int32)
-    if m > 1:
-        seq[1], x[1], out[1] = -1, np.nan, 777
-    run(get, config, Dims.plain(m, n, k), w, x, out, seq, times=2)
-    want, live = np.full((m, n), 777, kind), seq >= 0
-    part = np.zeros((int(live.sum()), n), kind)
-    op = "linear" if kind is bf16 else "linear_f32"
-    getattr(define, op)(x[live], w.astype(np.float32), out=part)
-    want[live] = part
-    check_close(out.astype(np.float32), want.astype(np.float32), OPS[op].tolerance, op)
+    check_product(partial(run, get), rng, config, m, n, k, kind)
 
 
 SHAPES = [
@@ -82,34 +70,15 @@ def test_is_the_definition(shim, rng, config, m, n, k):
 
 
 def test_a_row_has_the_same_bits_at_every_m(shim, rng):
-    """Among sixteen, among three, alone, built for eight columns and with another ring."""
-    x, w = random_bf16(rng, 16, 320), random_bf16(rng, 192, 320)
-    wide, few, alone = (poisoned(m, 192, dtype=np.float32) for m in (16, 3, 1))
-    run(shim, Config(16, 1, 1, 2, 4), Dims.plain(16, 192, 320), w, x, wide)
-    run(shim, Config(16, 1, 1, 2, 4), Dims.plain(3, 192, 320), w, np.ascontiguousarray(x[5:8]), few)
-    run(shim, Config(8, 1, 1, 3, 4), Dims.plain(1, 192, 320), w, np.ascontiguousarray(x[6:7]), alone)
-    check_bitwise(few, wide[5:8])
-    check_bitwise(alone, wide[6:7])
+    check_row_bits(partial(run, shim), rng, Config(16, 1, 1, 2, 4), Config(8, 1, 1, 3, 4), 192)
 
 
 def test_absorbing_the_keys(shim, rng):
-    """The first half of mla_query: the rotated columns of the same buffer stay as they are; the last head's tile hangs over."""
-    m, heads, nope, rope, latent = 3, 5, 64, 16, 48
-    q, w_uk, out = random_bf16(rng, m, heads * (nope + rope)), random_bf16(rng, heads, latent, nope), poisoned(m, heads, latent + rope)
-    run(shim, Config(8, 1, 1, 2, 2), Dims.absorb(m, heads, nope, rope, latent), w_uk, q, out)
-    want = np.zeros_like(out)
-    mla.mla_query(q, w_uk.astype(np.float32), np.zeros(m, np.int32), np.zeros((1, rope), np.float32), out=want)
-    check_close(out[:, :, :latent].astype(np.float32), want[:, :, :latent].astype(np.float32), OPS["mla_query"].tolerance, "mla_query")
-    assert np.isnan(out[:, :, latent:].astype(np.float32)).all()
+    check_absorbing(partial(run, shim), rng, Config(8, 1, 1, 2, 2))
 
 
 def test_values_of_heads(shim, rng):
-    m, heads, latent, width = 10, 3, 128, 64
-    u, w_uv, out = random_bf16(rng, m, heads, latent), random_bf16(rng, heads, width, latent), poisoned(m, heads * width)
-    run(shim, Config(16, 1, 1, 2, 4), Dims.value(m, heads, latent, width), w_uv, u, out)
-    want = np.zeros_like(out)
-    mla.mla_value(u, w_uv.astype(np.float32), out=want)
-    check_close(out.astype(np.float32), want.astype(np.float32), OPS["mla_value"].tolerance, "mla_value")
+    check_values(partial(run, shim), rng, Config(16, 1, 1, 2, 4), 128, 64)
 
 
 FAULTS = {
