@@ -34,10 +34,17 @@ class BoundModel:
     page_size: int
     last_position: int  # drafts stop their positions here
     drafter: Drafter | None = None
+    near: Any = None  # the stages before and after, a `runtime.comm.Neighbours`
+    taps: tuple[int, ...] = ()  # what the drafter of a later stage wants
 
-    def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array]:
-        taps = self.drafter.config.taps if self.drafter else ()
-        return kimi_k26.forward(ops, comm, self.config, self.weights, plan, self.cache, self.page_size, taps)
+    @property
+    def draws(self) -> bool:
+        """Whether this is the last stage, which has the head."""
+        return self.weights.head is not None
+
+    def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array] | None:
+        taps = self.drafter.config.taps if self.drafter else self.taps
+        return kimi_k26.forward(ops, comm, self.config, self.weights, plan, self.cache, self.page_size, taps, self.near)
 
     def context(self, ops: Any, taps: Array, plan: DraftPlan) -> None:
         if self.drafter:

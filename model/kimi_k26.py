@@ -15,6 +15,7 @@ from typing import Any
 
 from model.pack_w4 import w4_source
 from model.rope import Rope
+from model.stages import Passing, Report, Stage
 from runtime.source import Source, one_late, stack
 from runtime.types import Array, StepPlan
 
@@ -67,16 +68,9 @@ class Config:
         if text.get("model_type") not in ("kimi_k2", "deepseek_v3"):
             raise ValueError(f"{where}: model_type {text.get('model_type')!r} is not supported; kimi_k2 and deepseek_v3 are")
         required = {
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_layer_freq": 1,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-        }
+            "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+            "moe_layer_freq": 1, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+        }  # fmt: skip
         for key, value in required.items():
             if text.get(key, value) != value:
                 raise ValueError(f"{where}: {key} is {text[key]!r}; this model file implements {value!r} only")
@@ -148,11 +142,8 @@ def tensors(c: Config) -> Spec:
         spec[f"{p}mlp.gate.e_score_correction_bias"] = ((c.experts,), "f32")
         _mlp_spec(spec, f"{p}mlp.shared_experts.", c.expert_width * c.shared_experts, c.hidden)
         for e in range(c.experts):
-            for name, (n, k) in (
-                ("gate_proj", (c.expert_width, c.hidden)),
-                ("up_proj", (c.expert_width, c.hidden)),
-                ("down_proj", (c.hidden, c.expert_width)),
-            ):
+            up, down = (c.expert_width, c.hidden), (c.hidden, c.expert_width)
+            for name, (n, k) in (("gate_proj", up), ("up_proj", up), ("down_proj", down)):
                 q = f"{p}mlp.experts.{e}.{name}."
                 spec[f"{q}weight_packed"] = ((n, k // 8), "i32")
                 spec[f"{q}weight_scale"] = ((n, k // 32), "bf16")
@@ -199,21 +190,24 @@ class Layer:
 class Weights:
     """One rank's share. A and F are this rank's heads and expert width; the embedding and head hold V / tp rows from `first` on."""
 
-    embed: Array
-    head: Array
+    embed: Any  # [V / tp, H]; None in a stage that needs it not, and so the head
+    head: Any
     norm: Array
     first: int
     layers: tuple[Layer, ...]
     cos_sin: Array  # [X, R] f32
+    start: int = 0  # number of its first layer
 
 
 def load(
-    ckpt: Any, c: Config, backend: Any, rank: int, tp: int, positions: int, progress: Callable[[str], None] = lambda _: None
+    ckpt: Any, c: Config, backend: Any, rank: int, tp: int, positions: int, progress: Report = lambda _: None, stage: Stage | None = None
 ) -> Weights:
     """Hands this rank's slices of a `model.weights.Checkpoint` or `model.dummy.DummyCheckpoint` to the backend.
 
     Cuts: heads, widths and vocabulary; the latent path is replicated. A backend may still be fetching when this returns.
+    stage: which layers; None: all.
     """
+    stage = stage or Stage(0, c.layers)
     c.check_tp(tp)
     ckpt.expect(tensors(c))
 
@@ -264,30 +258,35 @@ def load(
 
     vocab = part(c.vocab)
     return Weights(
-        embed=backend.param(get("model.embed_tokens", vocab)),
-        head=backend.param(get("lm_head", vocab)),
+        embed=backend.param(get("model.embed_tokens", vocab)) if stage.embeds else None,
+        head=backend.param(get("lm_head", vocab)) if stage.heads else None,
         norm=backend.param(get("model.norm")),
         first=vocab.start,
-        layers=tuple(one_late(layer(i) for i in range(c.layers))),  # 25 ms of the host's work, while the next layer comes
+        layers=tuple(one_late(layer(i) for i in stage.layers)),  # 25 ms of the host's work, while the next layer comes
         cos_sin=backend.param(c.rope.table(positions, c.rope_dim)),
+        start=stage.start,
     )
 
 
 def forward(
-    ops: Any, comm: Any, c: Config, w: Weights, plan: StepPlan, cache: Array, page_size: int, taps: Sequence[int] = ()
-) -> tuple[Array, Array]:
-    """One step: logits [r, V] f32 of the plan's out_rows, and the residual stream after each layer of `taps`, [m, len(taps), H] bf16.
+    ops: Any, comm: Any, c: Config, w: Weights, plan: StepPlan, cache: Array, page_size: int, taps: Sequence[int] = (), near: Any = None
+) -> tuple[Array, Array] | None:
+    """One step: logits [r, V / tp] f32 of the plan's out_rows, and the residual stream after each layer of `taps`, [m, len(taps), H] bf16.
 
-    cache [layers, S, L+R] is read and written; the plan's moves come first.
+    cache [layers, S, L+R] is read and written; the plan's moves come first. near: the stages before and after these layers
+    (`runtime.comm.Neighbours`); None is returned where another stage follows.
     """
-    m = len(plan.token)
-    x, h, delta = (ops.buffer(name, (m, c.hidden)) for name in ("x", "h", "delta"))
-    kept = ops.buffer("taps", (m, len(taps), c.hidden))
-    order = {layer: j for j, layer in enumerate(taps)}
+    m, own = len(plan.token), range(w.start, w.start + len(w.layers))
+    h, delta = (ops.buffer(name, (m, c.hidden)) for name in ("h", "delta"))
+    passing = Passing(ops, (m, c.hidden), taps, own, c.layers)
+    x = passing.x
 
     ops.kv_move(cache, plan.moves)
-    ops.embed(plan.token, w.embed, w.first, out=x)
-    comm.all_reduce(x)
+    if own.start:
+        passing.receive(near)
+    else:
+        ops.embed(plan.token, w.embed, w.first, out=x)
+        comm.all_reduce(x)
     ops.rms_norm(x, w.layers[0].input_norm, c.eps, out=h)
     for i, layer in enumerate(w.layers):
         _attention(ops, c, layer, w.cos_sin, h, plan, cache[i], page_size, out=delta)
@@ -296,11 +295,13 @@ def forward(
             _experts(ops, c, layer.mlp, h, out=delta)
         else:
             swiglu(ops, layer.mlp, h, out=delta)
-        following = w.layers[i + 1].input_norm if i + 1 < c.layers else w.norm
+        following = w.layers[i + 1].input_norm if i + 1 < len(own) else w.norm  # a stage before the last has no use for this h
         comm.all_reduce_norm(ops, x, delta, following, c.eps, out=h)
-        if i in order:
-            ops.copy(x, out=kept[:, order[i]])
-    return head_logits(ops, comm, w, h, plan.out_rows, c.vocab), kept
+        passing.keep(own[i])
+    if not passing.last:
+        passing.send(near)
+        return None
+    return own_logits(ops, w, h, plan.out_rows), passing.taps
 
 
 def _attention(
@@ -354,16 +355,6 @@ def swiglu(ops: Any, mlp: Mlp, h: Array, *, out: Array) -> None:
     ops.linear(h, mlp.gate_up, out=gate_up)
     ops.silu_mul(gate_up, out=hidden)
     ops.linear(hidden, mlp.down, out=out)
-
-
-def head_logits(ops: Any, comm: Any, w: Weights, h: Array, rows: Array, vocab: int) -> Array:
-    """Logits [len(rows), V] f32 of some rows of h: this rank's share of the vocabulary, then everybody's."""
-    local = own_logits(ops, w, h, rows)
-    if comm.world == 1:
-        return local
-    logits: Array = ops.buffer("logits", (len(rows), vocab), "f32")
-    comm.all_gather(local, out=logits)
-    return logits
 
 
 def own_logits(ops: Any, w: Weights, h: Array, rows: Array) -> Array:
