@@ -23,8 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,7 +35,7 @@ from runtime import loading
 from runtime.allocate import BudgetSpeculation
 from runtime.api import Loaded
 from runtime.config import AUTO, EngineConfig, SpeculativeConfig
-from runtime.cuda_loading import choose_backend
+from runtime.cuda_loading import choose_backend, gpu_count
 from runtime.curve import CostCurve, CurveKey
 from runtime.engine import Engine
 from runtime.executor import Executor
@@ -48,6 +48,7 @@ from runtime.stream import TextStream
 from runtime.survey import Silent
 from runtime.types import Emission, Request, SamplingParams
 from server.options import WideHelp, add_model_options, load_from, model_of
+from tools.bench_report import provenance_of
 from tools.record_traces import read_prompts
 from tools.replay import load_states
 from tools.replayed import ReplayedText
@@ -82,7 +83,6 @@ class Record:
     steps: int
     model: str
     replayed: bool
-    day: str
     simulated: bool = False
 
 
@@ -283,7 +283,6 @@ def records(curve: str, streams: int, found: dict[str, Window], model: str, repl
                 w.steps,
                 model,
                 replayed,
-                str(date.today()),
             )
         )
     trees = [record for record in made if record.policy == "tree"]
@@ -327,7 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--replay", type=Path, metavar="NPZ", help="trace file that says what is accepted, see tools/replay.py")
     group.add_argument("--curve", required=True, metavar="NAME", help="name of the records and of the measured curve's file")
     group.add_argument("--curves", type=Path, default=CURVES, metavar="DIR", help="where that file goes (default tools/curves)")
-    group.add_argument("--out", type=Path, default=RESULTS, help=f"JSON lines; other curves' records stay (default {RESULTS.name})")
+    group.add_argument(
+        "--json", "--out", dest="out", type=Path, default=RESULTS, help=f"JSON lines; other curves' records stay (default {RESULTS.name})"
+    )
+    group.add_argument("--commit", default="", help="recorded where git is not at hand")
     args = parser.parse_args(argv)
     try:
         args.max_num_seqs = max(args.streams)
@@ -338,23 +340,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"bench_sweetspot: {error}", file=sys.stderr)
         return 2
+    source = made_with(args)
     opened.curve.save(args.curves / f"{args.curve}.json")
     made: list[Record] = []
     for streams in args.streams:
         start = time.perf_counter()
         found = bench.sweep(args.policies, streams, args.seconds, args.repeats)
         made += records(args.curve, streams, found, opened.name, args.replay is not None)
-        write(args.out, args.curve, made)
+        write(args.out, args.curve, made, source)
         print(f"{streams} streams: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     show(made)
     print(f"wrote {len(made)} records to {args.out}")
     return 0
 
 
-def write(path: Path, curve: str, made: Sequence[Record]) -> None:
+def made_with(args: argparse.Namespace) -> dict[str, Any]:
+    """Machine, versions, commit and command of the records."""
+    if args.backend != "numpy" and gpu_count():
+        from tools.bench_moe import provenance
+
+        return provenance(args.commit)
+    return provenance_of(["python", *sys.argv], threads=1)
+
+
+def write(path: Path, curve: str, made: Sequence[Record], source: dict[str, Any]) -> None:
     """Writes the records of a curve anew; those of other curves stay."""
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["curve"] != curve] if path.is_file() else []
-    lines = [json.dumps({k: _rounded(v) for k, v in asdict(record).items() if v is not None}) for record in made]
+    lines = [json.dumps({k: _rounded(v) for k, v in asdict(record).items() if v is not None} | source) for record in made]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*kept, *lines]) + "\n", encoding="utf-8")
 

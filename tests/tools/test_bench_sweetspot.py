@@ -81,7 +81,7 @@ def test_the_command_measures_every_policy(tmp_path: Path, monkeypatch: pytest.M
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert lines[0] == {"curve": "other"} and len(lines) == 1 + 2 * 6, "five policies and the best tree, at two numbers of streams"
     for line in lines[1:]:
-        assert set(line) >= FIELDS and line["simulated"] is False and line["tok_s"] > 0 and line["steps"] > 0
+        assert set(line) >= FIELDS | {"commit", "date", "cmd"} and line["simulated"] is False and line["tok_s"] > 0 and line["steps"] > 0
         assert line["M"] >= line["streams"] * 0.99
     by = {(line["streams"], line["policy"], line.get("budget")): line for line in lines[1:]}
     assert by[3, "plain", None]["nodes_per_stream"] == 0 == by[3, "plain", None]["drafted"]

@@ -1,0 +1,87 @@
+"""Making records again: what has changed is found, what does not fit is named, a step that fails stops no other."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tools import measure
+from tools.measure import STEPS, Step
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def step(name: str, code: str, seconds: float = 0.0) -> Step:
+    return Step(name, "made", seconds, ("-c", code), ("runtime",))
+
+
+WRITES = "import json, sys; open(sys.argv[2], 'a').write(json.dumps({'commit': sys.argv[4]}) + '\\n')"
+
+
+def test_records_are_packed_and_the_rest_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [step("first", WRITES), step("broken", "raise SystemExit(3)"), step("long", WRITES, seconds=1e6), step("last", WRITES)]
+    missed = measure.run(steps, tmp_path / "out", tmp_path / "all.tar", "abc", measure.time.monotonic() + 60)
+    said = capsys.readouterr().out
+    assert missed == 2 and "broken: exit 3" in said and "long: takes 1000000 s" in said and "not recorded: broken, long" in said
+    with tarfile.open(tmp_path / "all.tar") as archive:
+        made = archive.extractfile("./made.jsonl")
+        assert made is not None and [json.loads(line) for line in made] == [{"commit": "abc"}] * 2
+
+
+def test_a_step_that_takes_too_long_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.run([step("slow", "import time; time.sleep(60)")], tmp_path, None, "", measure.time.monotonic() + 0.3) == 1
+    assert "slow: exit cut" in capsys.readouterr().out
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of one commit with one record of it."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "a.cu").write_text("1")
+    (tmp_path / "other").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "made.jsonl").write_text(json.dumps({"cmd": "python -c 1 --json x", "commit": commit}) + "\n")
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_what_changed_since_a_record_is_found(repo: Path) -> None:
+    assert measure.state_of(step("one", "1")).startswith("as recorded at ")
+    (repo / "other").write_text("2")
+    assert measure.state_of(step("one", "1")).startswith("as recorded at "), "not its source"
+    (repo / "runtime" / "a.cu").write_text("2")
+    assert measure.state_of(step("one", "1")).startswith("changed since ")
+    assert measure.state_of(step("two", "2")) == "never recorded"
+    (repo / "made.jsonl").write_text(json.dumps({"cmd": "python -c 1", "commit": "beef123"}) + "\n")
+    assert measure.state_of(step("one", "1")) == "changed since beef123", "git does not know it"
+
+
+def test_every_step_is_a_program_that_takes_its_arguments() -> None:
+    for made in STEPS:
+        tree = ast.parse((ROOT / made.argv[0]).read_text(encoding="utf-8"))
+        words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        own = [part for part in made.argv[1:] if part.startswith("--")]
+        options = (ROOT / "server" / "options.py").read_text(encoding="utf-8") if "add_model_options" in ast.dump(tree) else ""
+        assert all(part in words or f'"{part}"' in options for part in ("--json", "--commit", *own)), made.name
+        assert all((ROOT / source).exists() for source in made.sources), made.name
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        measure.main(["--only", "kernels,step9"])
+    assert "step9 is none of kernels, graphs" in capsys.readouterr().err
+
+
+def test_the_list_needs_no_gpu() -> None:
+    found = subprocess.run([sys.executable, str(ROOT / "tools" / "measure.py"), "--list"], capture_output=True, text=True, check=True)
+    assert len(found.stdout.splitlines()) == len(STEPS)

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Makes the GPU records again, one after the other, within a given time.
+
+    python tools/measure.py --list                                  # what there is, and what has changed since it was recorded; no GPU
+    python tools/measure.py --minutes 9                             # everything that needs one GPU
+    python tools/measure.py --gpus 2 --only allreduce,step2         # some of what needs two
+    python tools/measure.py --stale --out /tmp/new --pack /tmp/new.tar
+
+Steps stand in the order in which later figures rest on earlier ones: tests, then kernels, then whole steps, then serving. A step
+that fails does not stop the others; one that does not fit in the time left is named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "tools" / "results"
+K26 = ("kimi-k26", "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": %d}')
+KERNELS = "runtime/kernels_cu"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One record and how it is made. seconds: what it takes on an H200, compilation included; {out} in argv is the record's folder."""
+
+    name: str
+    record: str
+    seconds: float
+    argv: tuple[str, ...]
+    sources: tuple[str, ...]  # what the record speaks of
+    gpus: int = 1
+
+
+def k26(layers: int) -> tuple[str, ...]:
+    """Arguments that build so many layers of K2.6 from random weights."""
+    return (*K26[:-1], K26[-1] % layers)
+
+
+STEPS = (
+    Step("kernels", "gpu_tests", 60, ("tools/gpu_tests.py", "tests/runtime/kernels_cu", "--workers", "9"), (KERNELS,)),
+    Step("graphs", "gpu_tests", 40, ("tools/gpu_tests.py", "tests/runtime/graph"), (KERNELS, "runtime/graph")),
+    Step(
+        "products", "linear_h200", 60,
+        ("tools/bench_linear.py", "--tune", "--kernels", "stream", "--tp", "1", "--m", "1,8,16,64", "--tuned", "{out}/tuned.json"),
+        (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_stream.py"),
+    ),
+    Step("attention", "mla_h200", 90, ("tools/bench_mla.py",), (f"{KERNELS}/tree_mla.cu", f"{KERNELS}/tree_mla_rows.cu")),
+    Step("step", "step_h200", 100, ("tools/bench_step.py", "--ops"), (KERNELS, "runtime/graph", "model/kimi_k26.py")),
+    Step("load", "load_h200", 45, ("tools/bench_load.py", "--folder", "/tmp/k26"), (f"{KERNELS}/readers.py", f"{KERNELS}/residency.py")),
+    Step("invariance", "invariance_h200", 60, ("tools/bench_invariance.py",), (KERNELS,)),
+    Step(
+        "invariance8", "invariance_h200", 60,
+        ("tools/bench_invariance.py", *k26(8), "--spec-method", "none", "--max-model-len", "8192", "--num-pages", "1200"), (KERNELS,),
+    ),
+    Step("sanitizer", "sanitizer_h200", 240, ("tools/sanitize.py",), (KERNELS,)),
+    Step("serve", "serve_h200", 90, ("tools/bench_serve_gpu.py",), ("server", "runtime")),
+    Step(
+        "sweetspot", "sweetspot_h200", 180,
+        ("tools/bench_sweetspot.py", "demo", "--curve", "h200-demo", "--curves", "{out}"), ("runtime",),
+    ),
+    Step(
+        "sweetspot6", "sweetspot_h200", 210,
+        ("tools/bench_sweetspot.py", *k26(6), "--spec-model", "model/configs/kimi-k26-dflash.json",
+         "--replay", "tests/fixtures/draft_traces.npz", "--curve", "h200-k26-6", "--curves", "{out}"),
+        ("runtime",),
+    ),
+    Step("ranks", "gpu_tests", 90, ("tools/gpu_tests.py", "tests/test_ranks_gpu.py"), (KERNELS, "runtime/processes.py"), 2),
+    Step("allreduce", "allreduce_h200x2", 60, ("tools/bench_allreduce.py",), (f"{KERNELS}/all_reduce.cu",), 2),
+    Step("step2", "step_h200x2", 120, ("tools/bench_step_ranks.py", "--layers", "16"), (KERNELS, "model/kimi_k26.py"), 2),
+)  # fmt: skip
+
+
+def changed_since(commit: str, paths: Sequence[str]) -> bool:
+    """Whether a file below `paths` differs from that commit's; True where git does not know it."""
+    found = subprocess.run(["git", "diff", "--quiet", commit, "--", *paths], cwd=ROOT, capture_output=True, check=False)
+    return found.returncode != 0
+
+
+def last_commit(step: Step) -> str:
+    """Commit of the youngest record that the step's program wrote; "" where there is none."""
+    path = RESULTS / f"{step.record}.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    mine = [row["commit"] for row in rows if all(part in row.get("cmd", "") for part in step.argv[:2] if "{" not in part)]
+    return mine[-1] if mine else ""
+
+
+def state_of(step: Step) -> str:
+    commit = last_commit(step)
+    if not commit:
+        return "never recorded"
+    return f"changed since {commit}" if changed_since(commit, step.sources) else f"as recorded at {commit}"
+
+
+def run(steps: Sequence[Step], out: Path, pack: Path | None, commit: str, until_s: float) -> int:
+    """Steps that failed or did not fit. Records are appended below `out`, and packed after each step, so that a cut loses one."""
+    out.mkdir(parents=True, exist_ok=True)
+    missed = []
+    for step in steps:
+        left_s = until_s - time.monotonic()
+        if left_s < step.seconds:
+            print(f"measure: {step.name}: takes {step.seconds:.0f} s, {max(left_s, 0):.0f} are left; left out", flush=True)
+            missed.append(step.name)
+            continue
+        argv = [part.replace("{out}", str(out)) for part in (*step.argv, "--json", f"{{out}}/{step.record}.jsonl", "--commit", commit)]
+        began = time.monotonic()
+        try:
+            status = str(subprocess.run([sys.executable, *argv], cwd=ROOT, timeout=left_s, check=False).returncode)
+        except subprocess.TimeoutExpired:
+            status = "cut"
+        print(f"measure: {step.name}: exit {status} after {time.monotonic() - began:.0f} s", flush=True)
+        if status != "0":
+            missed.append(step.name)
+        if pack is not None:
+            with tarfile.open(pack, "w") as archive:
+                archive.add(out, arcname=".")
+    if missed:
+        print(f"measure: not recorded: {', '.join(missed)}")
+    return len(missed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="take the steps that need so many (default 1)")
+    parser.add_argument("--only", metavar="NAMES", help=f"comma-separated, in this order; of {', '.join(s.name for s in STEPS)}")
+    parser.add_argument("--stale", action="store_true", help="only what was never recorded or has changed since")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time for all of them (default 30)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records (default tools/results)")
+    parser.add_argument("--pack", type=Path, metavar="TAR", help="put that folder into an archive after each step")
+    parser.add_argument("--commit", default="", help="recorded where git is not at hand")
+    parser.add_argument("--list", action="store_true", help="print the steps and the state of their records")
+    options = parser.parse_args(arguments)
+    by_name = {step.name: step for step in STEPS}
+    unknown = [name for name in (options.only or "").split(",") if name and name not in by_name]
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(by_name)}")
+    if options.only:
+        steps = [by_name[name] for name in options.only.split(",") if name]
+    else:
+        steps = [step for step in STEPS if options.list or step.gpus == options.gpus]
+    if options.stale:
+        steps = [step for step in steps if not state_of(step).startswith("as recorded")]
+    if options.list:
+        for step in steps:
+            print(f"{step.name:12} {step.gpus} GPU {step.seconds:4.0f} s  {step.record:18} {state_of(step)}")
+        return 0
+    return min(run(steps, options.out, options.pack, options.commit, time.monotonic() + 60 * options.minutes), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
