@@ -5,6 +5,7 @@ Ranks sum parts in rank order, so all hold the same bits and sample the same tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from runtime.types import Array
@@ -25,6 +26,9 @@ class Comm(Protocol):
     def top_logprobs(self, ops: Any, logits: Array, *, ids: Array, logp: Array) -> None:
         """ops.top_logprobs over the whole vocabulary, of which this rank has logits [M, V / W]."""
 
+    def sample(self, ops: Any, logits: Array, drawing: Sequence[Array], **outputs: Array) -> None:
+        """ops.sample over the whole vocabulary, of which this rank has logits [I, V / W]; drawing: `StepPlan.drawing`."""
+
     def all_gather(self, x: Array, *, out: Array) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
 
@@ -43,6 +47,9 @@ class SoloComm:
 
     def top_logprobs(self, ops: Any, logits: Array, *, ids: Array, logp: Array) -> None:
         ops.top_logprobs(logits, ids=ids, logp=logp)
+
+    def sample(self, ops: Any, logits: Array, drawing: Sequence[Array], **outputs: Array) -> None:
+        ops.sample(logits, *drawing, **outputs)
 
     def all_gather(self, x: Array, *, out: Array) -> None:
         out[:] = x

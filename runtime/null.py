@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from runtime.shapes import DTYPES, bind, parse
 from runtime.source import Source
 from runtime.w4 import GROUP
 
+TOLD_BYTES = 32  # of a row that a rank tells for an argmax; a draw or a filter tells more
 _WIDTH = {"bf16": 2, "f32": 4, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u32": 4, "u64": 8, "bool": 1}
 _SHORT = {numpy_name: name for name, accepted in DTYPES.items() for numpy_name in accepted if (name, numpy_name) != ("bf16", "float32")}
 
@@ -177,6 +178,11 @@ class NullComm:
         ops.top_logprobs(logits, ids=ids, logp=logp)
         if self.world > 1:  # id and logit of each, and a sum
             self.calls[Collective("all_gather", len(ids), self.world * 8 * (ids.shape[1] + 1))] += 1
+
+    def sample(self, ops: Any, logits: ShapeOnly, drawing: Sequence[Any], **outputs: ShapeOnly) -> None:
+        ops.sample(logits, *drawing, **outputs)
+        if self.world > 1:  # of each rank its best token, whether all is finite, and a sum
+            self.calls[Collective("all_gather", len(logits), self.world * TOLD_BYTES)] += 1
 
     def all_gather(self, x: ShapeOnly, *, out: ShapeOnly) -> None:
         wanted = (x.shape[0], x.shape[1] * self.world)

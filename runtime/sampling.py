@@ -83,7 +83,7 @@ def draw(logits: F32, *, temperature: Array, top_p: Array, min_p: Array, top_k: 
             if start + at_once >= len(hot) or sum(len(piece[1]) for piece in waiting) >= _PIECE:
                 row, d, kept, counts = waiting[0] if len(waiting) == 1 else map(np.concatenate, zip(*waiting, strict=True))
                 row, counts = row[counts > 0], counts[counts > 0]
-                token[row] = _race(d, kept, counts, seed[row], pos[row])
+                token[row] = _race(d, kept, counts, seed[row], pos[row])[1]
                 waiting.clear()
     return token
 
@@ -137,21 +137,22 @@ def _cut(d: F32, top_p: Array, min_p: Array, top_k: Array) -> tuple[I64, F32]:
     return many, -below[every, many - 1]
 
 
-def _race(d: F32, token: I64, counts: I64, seed: Array, pos: Array) -> I64:
-    """Returns the winner of each row: the best score among its counts[r] > 0 tokens, of equals the lowest id."""
+def _race(d: F32, token: I64, counts: I64, seed: Array, pos: Array) -> tuple[F32, I64]:
+    """Returns the best score of each row's counts[r] > 0 tokens, and its token, of equals the lowest id."""
     if len(counts) == 0:
-        return counts
+        return np.zeros(0, np.float32), counts
     start = np.cumsum(counts) - counts
     half = len(counts) // 2
     if half and len(token) > _PIECE // 2:
         cut = int(start[half])
         first = _race(d[:cut], token[:cut], counts[:half], seed[:half], pos[:half])
-        return np.concatenate([first, _race(d[cut:], token[cut:], counts[half:], seed[half:], pos[half:])])
+        second = _race(d[cut:], token[cut:], counts[half:], seed[half:], pos[half:])
+        return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
     place = np.repeat(np.arange(len(counts)), counts)
     score = d - _log(_exponential(_words(place, token, seed, pos)))
     best = np.maximum.reduceat(score, start)
     won = np.flatnonzero(score == best.take(place))
-    return token[won[np.searchsorted(won, start)]]
+    return best, token[won[np.searchsorted(won, start)]]
 
 
 def _words(place: I64, token: I64, seed: Array, pos: Array) -> U32:

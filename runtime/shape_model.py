@@ -35,9 +35,8 @@ def walk_step(c: Config, tp: int) -> StepCalls:
     cache_rows = ops.zeros((c.layers, 2 * PAGE_SIZE, c.cache_width))
     logits, _ = kimi_k26.forward(ops, comm, c, shape_weights(c, tp), plan, cast(Any, cache_rows), PAGE_SIZE)
     rows = len(plan.out_rows)
-    ops.sample(
-        logits, plan.out_rows, plan.seq, plan.pos, plan.temperature, plan.top_p, plan.min_p, plan.top_k, plan.seed, plan.logprobs,
-        plan.adjust_seq, plan.adjust_seq_by, plan.adjust_row, plan.adjust_row_by, plan.mask_rows, plan.masks,
+    comm.sample(
+        ops, cast(Any, logits), plan.drawing,
         target=ops.buffer("target", (rows,), "i32"), logp=ops.buffer("logp", (rows,), "f32"), finite=ops.buffer("finite", (rows,), "bool"),
         top_ids=ops.buffer("top_ids", (rows, 0), "i32"), top_logp=ops.buffer("top_logp", (rows, 0), "f32"),
     )  # fmt: skip

@@ -7,10 +7,12 @@ summed in rank order, so all ranks hold the same bits and sample the same tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from runtime.sampling_shares import Share, sample_share
 from runtime.shared import LINE, SharedBlock, Watch
 from runtime.types import Array
 
@@ -82,6 +84,17 @@ class SharedComm:
             total = np.logaddexp.reduce(sums, axis=1)
             ids[:] = np.take_along_axis(names, best, axis=1)
             logp[:] = np.take_along_axis(values, best, axis=1) - total[:, None]
+
+    def sample(self, ops: Any, logits: Array, drawing: Sequence[Array], **outputs: Array) -> None:
+        """ops.sample over the whole vocabulary, of which this rank has logits [I, V / W]: the same tokens, see `sampling_shares`."""
+        size = logits.shape[1]
+
+        def tell(mine: Array) -> Array:
+            heard = np.empty((len(mine), self.world * mine.shape[1]), mine.dtype)
+            self.all_gather(mine, out=heard)
+            return heard.reshape(len(mine), self.world, -1)
+
+        sample_share(tell, Share(self.rank * size, size, self.world * size), logits, tuple(drawing), **outputs)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """Every rank's bytes, equally many of each (1 MiB at most), in rank order. Waits as long as all live: others may be loading."""

@@ -16,7 +16,7 @@ class TargetModel(Protocol):
     """A target bound to its weights and cache (`model.bound` makes one): all that a rank asks of it."""
 
     def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array]:
-        """Logits [r, V] f32 of the out_rows, taps [m, n, H] of all rows."""
+        """Logits [r, V / tp] f32 of the out_rows, a rank's share, and taps [m, n, H] of all rows."""
 
     def context(self, ops: Any, taps: Array, plan: DraftPlan) -> None:
         """Materialises drafter context of the plan's tap_rows."""
@@ -61,9 +61,10 @@ class Worker:
         top_ids = ops.buffer("top_ids", (rows, wanted), "i32")
         top_logp = ops.buffer("top_logp", (rows, wanted), "f32")
         if rows:
-            ops.sample(
+            self._comm.sample(
+                ops,
                 logits,
-                *plan.drawing,
+                plan.drawing,
                 target=target,
                 logp=logp,
                 finite=finite,

@@ -157,7 +157,12 @@ def test_tensor_parallel_text_equals_one_rank(world: World, prompts: list[list[i
     ranks = demo_world(tp)
     many = run(ranks.engine(TreeSpeculation(ranks.executor, SpeculativeConfig(tree_budget=8))), requests)
     assert [g.tokens for g in many.values()] == [g.tokens for g in one.values()]
-    seeded = requests_for(prompts[:6], SAMPLING["nucleus"])
-    assert [g.tokens for g in run(ranks.engine(NoSpeculation()), seeded).values()] == [
-        g.tokens for g in run(world.engine(NoSpeculation()), seeded).values()
-    ]
+    filters = replace(SAMPLING["penalties"], temperature=1.2, top_p=0.9, top_k=30, min_p=0.01, logprobs=3)
+    for seeded in (SAMPLING["nucleus"], SAMPLING["penalties"], filters)[tp - 2 :]:
+        requests = requests_for(prompts[:6], seeded)
+        two, one = (run(each.engine(NoSpeculation()), requests) for each in (ranks, world))
+        assert [g.tokens for g in two.values()] == [g.tokens for g in one.values()]
+    for mine, theirs in zip(two.values(), one.values(), strict=True):
+        assert [p.rank_ids for p in mine.logprobs] == [p.rank_ids for p in theirs.logprobs]
+        values, wanted = (np.array([(p.logprob, *p.rank_logprobs) for p in got.logprobs]) for got in (mine, theirs))
+        assert np.abs(values - wanted).max() < 1e-4

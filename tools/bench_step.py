@@ -62,8 +62,9 @@ class Shard:
     def all_reduce_norm(self, ops: Any, x: Any, delta: Any, w: Any, eps: float, *, out: Any) -> None:
         ops.add_rms_norm(x, delta, w, eps, out=out)
 
-    def all_gather(self, x: Any, *, out: Any) -> None:
-        """Nothing is gathered: the rest of `out` stays as it was."""
+    def sample(self, ops: Any, logits: Any, drawing: Sequence[Any], **outputs: Any) -> None:
+        """Of the rank's own tokens. Masks reach over the whole vocabulary and are left out."""
+        ops.sample(logits, *drawing[:-1], drawing[-1][:0], **outputs)
 
 
 @dataclass(frozen=True, slots=True)

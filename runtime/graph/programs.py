@@ -82,11 +82,7 @@ class Recording:
             logits, taps = self._model.step(ops, self._comm, plan)
             columns = result_columns(top)
             made = {name: ops.buffer(f"result_{name}", (out_rows, c.width)[: 1 + c.asked], c.dtype) for name, c in columns.items()}
-            ops.sample(
-                logits,
-                *plan.drawing,
-                **made,
-            )
+            self._comm.sample(ops, logits, plan.drawing, **made)
             asked = {"logprobs": plan.logprobs.flat, "live_seqs": fields.count("logprobs")}
             call = results.call(made, live=fields.count("out_rows"), number=fields.number, unions=ops.unions, **asked)
             self._last(fields, call)

@@ -8,7 +8,7 @@ the same calls in the same order, so they meet in every launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,6 +114,13 @@ class PeerComm:
         self._append("top_merge", device.prepare(pack, functions))
         self._append("all_gather", self._large.all_gather(own, parts, nbytes))
         self._append("top_merge", device.prepare(merge, functions))
+
+    def sample(self, ops: Any, logits: DeviceArray, drawing: Sequence[DeviceArray], **outputs: DeviceArray) -> None:
+        """ops.sample over the whole vocabulary, of which this rank has logits [I, V / W]."""
+        rows, share = logits.shape
+        whole = ops.buffer("logits", (rows, share * self.world), "f32")
+        self.all_gather(logits, out=whole)
+        ops.sample(whole, *drawing, **outputs)
 
     def all_gather(self, x: DeviceArray, *, out: DeviceArray) -> None:
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
