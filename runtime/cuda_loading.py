@@ -18,6 +18,7 @@ from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cuda_worker import CudaWorker
 from runtime.graph.driver import CudaDriver, Driver
 from runtime.kernels_cu.backend import CudaBackend
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.plan import PlanLayout
 from runtime.shared_comm import SharedComm
 from runtime.worker import Limits
@@ -127,10 +128,10 @@ class Parts:
     drafter_weights: dflash.Weights | None
     last_position: int
 
-    def bind(self, backend: CudaBackend, pages: int, page_size: int) -> tuple[BoundModel, list[int]]:
-        """The model over new caches of that many pages, and the caches' addresses."""
+    def bind(self, backend: CudaBackend, pages: int, page_size: int, paths: PathPages | None = None) -> tuple[BoundModel, list[int]]:
+        """The model over new caches of that many pages, and the caches' addresses. paths: private pages besides."""
         slots, drafter = pages * page_size, None
-        cache = backend.zeros((self.target.layers, slots, self.target.cache_width))
+        cache = backend.latent_cache(self.target.layers, slots, self.target.cache_width, paths)
         made = [cache.address]
         if self.drafter and self.drafter_weights:
             own = dflash.make_cache(backend, self.drafter, slots)
@@ -170,16 +171,17 @@ def make_cuda_worker(
     config: EngineConfig,
     token_bytes: int,
     agree: Callable[[int], int] = lambda pages: pages,
+    paths: PathPages | None = None,
 ) -> CudaWorker:
     """Records everything over as many pages as config.num_pages says, or as fit; captures unless the config says eager.
 
     limits: num_pages is an upper bound if config.num_pages is None. token_bytes: of the cache, for each slot. agree: the pages that
-    every rank has, from this rank's.
+    every rank has, from this rank's. paths: private pages of draft trees, which no sequence ever holds.
     """
     sizes = [size for size in config.buckets if size < limits.max_rows] or None
 
     def record(pages: int, seal: bool) -> tuple[CudaWorker, list[int]]:
-        model, caches = parts.bind(backend, pages, limits.page_size)
+        model, caches = parts.bind(backend, pages, limits.page_size, paths)
         own = replace(limits, num_pages=pages)
         return CudaWorker(driver, backend, comm, model, own, layout, sizes, config.step_deadline_s, seal), caches
 
@@ -189,23 +191,35 @@ def make_cuda_worker(
         rehearsed.close()
         for address in caches:
             driver.device.free(address)
-        pages = agree(min(pages, pages_that_fit(driver, config.gpu_memory_utilization, token_bytes * limits.page_size)))
+        private_bytes = paths.slots * 2 * parts.target.cache_width if paths else 0
+        fitting = pages_that_fit(driver, config.gpu_memory_utilization, token_bytes * limits.page_size, private_bytes)
+        pages = agree(min(pages, fitting))
     worker, _ = record(pages, seal=True)
     if not config.enforce_eager:
         worker.capture()
     return worker
 
 
-def pages_that_fit(driver: Driver, utilization: float, page_bytes: int) -> int:
-    """Pages for what is free of that share of the device's memory. Raises ValueError if it holds less than two."""
+def path_pages(config: EngineConfig, limits: Limits, speculative: SpeculativeConfig) -> PathPages | None:
+    """The private pages of batch_invariant's draft trees; None where no tree is grown. Raises ValueError where there can be none."""
+    if not config.batch_invariant or speculative.method != "ddtree" or not limits.draft_depth:
+        return None
+    paths = PathPages(limits.max_rows, limits.draft_depth, limits.page_size)
+    paths.check()
+    return paths
+
+
+def pages_that_fit(driver: Driver, utilization: float, page_bytes: int, private_bytes: int = 0) -> int:
+    """Pages for what is free of that share of the device's memory, beside private_bytes. Raises ValueError if it holds less than two."""
     memory = driver.free_bytes()
     if memory is None:
         raise ValueError("num_pages: this device does not say how much memory is free; give the number of pages")
     free, total = memory
     room = int(free - (1 - utilization) * total)
-    if room < 2 * page_bytes:
+    if room < 2 * page_bytes + private_bytes:
+        private = f", private pages of batch_invariant's draft trees {private_bytes / 1e9:.2f} GB" if private_bytes else ""
         raise ValueError(
             f"gpu_memory_utilization: weights and buffers leave {room / 1e9:.2f} GB of {utilization:.0%} of {total / 1e9:.1f} GB; "
-            f"two pages take {2 * page_bytes / 1e9:.2f} GB"
+            f"two pages take {2 * page_bytes / 1e9:.2f} GB{private}"
         )
-    return room // page_bytes
+    return (room - private_bytes) // page_bytes

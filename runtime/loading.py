@@ -24,7 +24,7 @@ from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
 from runtime.comm import Comm, SoloComm
 from runtime.config import AUTO, DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
-from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, load_parts, make_cuda_worker, open_driver
+from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, load_parts, make_cuda_worker, open_driver, path_pages
 from runtime.cuda_worker import CudaWorker
 from runtime.env import load_env
 from runtime.executor import Executor
@@ -205,9 +205,10 @@ def make_gpu_executor(
     backend = CudaBackend(driver.device, config.batch_invariant)
     comm = join_peers(driver, backend, host, source.target.hidden) if host else SoloComm()
     limits = limits_of(source, _with_pages(source, config), speculative)
+    paths = path_pages(config, limits, speculative)
     parts = load_parts(source, backend, limits, speculative, progress, rank, world)
     layout, least = plan_layout(config, limits), host.least if host else int
-    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, bytes_per_token(source, 2, world), least)
+    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, bytes_per_token(source, 2, world), least, paths)
 
 
 def _with_pages(source: Source, config: EngineConfig) -> EngineConfig:

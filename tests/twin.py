@@ -16,6 +16,7 @@ from model.weights import Checkpoint
 from runtime.comm import SoloComm
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.recorder import Recorded
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.ops import Tolerance
 from runtime.types import DraftPlan, StepPlan
 from tests.device_plans import Room, place_block, place_step, place_taps, poison
@@ -29,8 +30,8 @@ TIE = 0.005  # of sigmoid + bias: `near_ties`
 CACHED = Tolerance(6e-2, 4e-2, 0.9999)  # a few roundings to bf16, one layer upon another
 
 
-def bind(path: Path, backend: Any, positions: int, pages: int, page_size: int) -> BoundModel:
-    """The target in `path`, its drafter if there is one, and their caches."""
+def bind(path: Path, backend: Any, positions: int, pages: int, page_size: int, paths: PathPages | None = None) -> BoundModel:
+    """The target in `path`, its drafter if there is one, and their caches. paths: private pages, which CUDA's backend alone has."""
     ckpt = Checkpoint.open(path)
     config = kimi_k26.Config.from_json(ckpt.config)
     slots, drafter = pages * page_size, None
@@ -39,7 +40,9 @@ def bind(path: Path, backend: Any, positions: int, pages: int, page_size: int) -
         own = Checkpoint.open(path / "drafter")
         c = dflash.Config.from_json(own.config)
         drafter = Drafter(c, dflash.load(own, c, backend, positions), dflash.make_cache(backend, c, slots))
-    return BoundModel(config, weights, backend.zeros((config.layers, slots, config.cache_width)), page_size, positions - 1, drafter)
+    shape = (config.layers, slots, config.cache_width)
+    cache = backend.latent_cache(*shape, paths) if paths else backend.zeros(shape)
+    return BoundModel(config, weights, cache, page_size, positions - 1, drafter)
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Twin:
     page_size: int
     streams: int  # of every bucket
     invariant: bool = False
+    paths: PathPages | None = None
     dropped: tuple[str, ...] = ()
     tie: float = TIE
     ops: CudaBackend = field(init=False)
@@ -65,7 +69,7 @@ class Twin:
     def __post_init__(self) -> None:
         self.ops, self.comm, self.oracle = CudaBackend(self.device, self.invariant), SoloComm(), Following(self.tie)
         there = (self.positions, self.pages, self.page_size)
-        self.model, self.truth = bind(self.path, self.ops, *there), bind(self.path, self.oracle, *there)
+        self.model, self.truth = bind(self.path, self.ops, *there, self.paths), bind(self.path, self.oracle, *there)
         self.each = -(-self.positions // self.page_size)
         self.taps: tuple[Any, Any] = (None, None)
         for truth, mine in self._cache_pairs():

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from runtime.kernels_cu import tree_mla as family
+from runtime.kernels_cu import tree_paths
+from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.recorder import Recorder, op
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, candidates, default_config, predict_us
+from runtime.kernels_cu.tree_paths import PathPages
 
 _EXPECTED_KEYS, _TREE_ROWS = 8192, 9  # a context, and a tree's rows, for which a bucket's configuration is chosen
 _INVARIANT_ROWS, _INVARIANT_STREAMS = 64, 8  # for these the one configuration of an invariant backend is chosen
@@ -37,6 +40,8 @@ def tree_mla(
             f"tree_mla: keys of {q.shape[2]} and values of {out.shape[2]} numbers; the kernel is built for {WIDTH} and {VALUE}"
         )
     dims = Dims(len(q), len(ctx), q.shape[1], pages.shape[1] * page_size, page_size, ancestors.shape[1])
+    if r.paths is not None:
+        dims = replace(dims, B=dims.M)
     if r.invariant:
         config = r.choose(("tree_mla", dims.heads, dims.page_size), lambda: _invariant_config(r, dims))
         config.check(dims, r.device.arch)
@@ -49,10 +54,30 @@ def tree_mla(
     at |= {"q": q.flat, "cache": cache.flat, "pages": pages.flat, "ancestors": ancestors.flat, "out": out.flat}
     at |= {"ctx": ctx.flat, "row0": row0.flat, "seq": seq.flat}
     plan = (dims, *(at[name] for name in ("ctx", "row0", "seq", "items")))
-    if r.planned != plan:
+    planned, r.planned = r.planned == plan, plan
+    private, slots = (None, len(cache)) if r.paths is None else _private(r, r.paths, dims, at, planned)
+    if not planned:
         r.launch(family.plan_call(dims, config, blocks, at), functions)
-        r.planned = plan
-    r.launch(family.layer_call(dims, config, blocks, at, scale, len(cache)), functions)
+    if private is not None:
+        r.launch(private, r.device.functions(tree_paths.SOURCE, {}, tree_paths.ENTRIES))
+    r.launch(family.layer_call(dims, config, blocks, at, scale, slots), functions)
+
+
+def _private(r: Recorder, paths: PathPages, dims: Dims, at: dict[str, int], planned: bool) -> tuple[Call, int]:
+    """A layer's copies into private pages, and cache rows from the layer's first to the last of those; `at` then names the
+    sequences that the rows of trees have become."""
+    behind, page_bytes = r.path_slots.address - at["cache"], 2 * WIDTH * paths.page_size
+    if paths.rows < dims.M or dims.page_size != paths.page_size or behind < 0 or behind % page_bytes:
+        raise ValueError(
+            f"tree_mla: {dims.M} rows, pages of {dims.page_size}, private pages {behind} bytes behind the layer's first; "
+            f"want whole pages behind a layer of the latent cache, which was made for {paths}"
+        )
+    at |= r.scratch("tree_paths", tree_paths.workspace_bytes(dims, paths))
+    if not planned:
+        r.launch(tree_paths.plan_call(dims, paths, at), r.device.functions(tree_paths.SOURCE, {}, tree_paths.ENTRIES))
+    at |= {name: at[f"own_{name}"] for name in ("ctx", "row0", "seq", "pages")}
+    first = behind // page_bytes
+    return tree_paths.copy_call(dims, paths, at, first, r.device.sms), first * paths.page_size + paths.slots
 
 
 def _config(r: Recorder, dims: Dims) -> Config:

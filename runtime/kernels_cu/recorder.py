@@ -20,6 +20,7 @@ from runtime.kernels_cu.array import NUMPY, DeviceArray, dtype_name
 from runtime.kernels_cu.device import Device, Runnable
 from runtime.kernels_cu.plan_io import MOST_UNIONS
 from runtime.kernels_cu.residency import Loader
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.ops import OPS
 from runtime.shapes import bind, parse
 from runtime.source import Source, W4Source
@@ -103,6 +104,8 @@ class Recorder:
         self.live = Live()
         self.routing: Routing | None = None  # between a route and its moe_w4
         self.planned: tuple[Any, ...] | None = None  # the attention plan that this recording holds
+        self.paths: PathPages | None = None  # of draft trees, and where they lie; None: trees keep their keys at node positions
+        self.path_slots = DeviceArray(0, (0, 0), "bf16")
         self._alive: DeviceArray | None = None
         self._choices: dict[Any, Any] = {}
         self._op: tuple[str, Mapping[str, int]] = ("", {})
@@ -151,6 +154,13 @@ class Recorder:
         """A cache: memory that outlives a step."""
         empty = DeviceArray(0, tuple(shape), dtype)
         return DeviceArray(self.device.alloc(empty.nbytes), empty.shape, dtype)
+
+    def latent_cache(self, layers: int, slots: int, width: int, paths: PathPages | None = None) -> DeviceArray:
+        """The cache that tree_mla reads, [layers, slots, width] bf16; behind its last layer, in the same memory, `paths`."""
+        more = paths.slots if paths is not None else 0
+        whole = self.zeros((layers * slots + more, width))
+        self.paths, self.path_slots = paths, whole[layers * slots :]
+        return whole[: layers * slots].reshape(layers, slots, width)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: str = "bf16") -> DeviceArray:
         """The buffer of that name, viewed in `shape`; contents undefined."""

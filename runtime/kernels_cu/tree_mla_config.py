@@ -164,8 +164,8 @@ class Work:
 
 
 def most_tiles(dims: Dims, config: Config) -> int:
-    """Column tiles in the worst case: every sequence ends in a partly filled one."""
-    return dims.M * dims.heads // config.columns + min(dims.M, dims.B)
+    """Column tiles in the worst case: every sequence ends in a partly filled one, or every row is a sequence."""
+    return min(dims.M * dims.heads // config.columns + min(dims.M, dims.B), dims.M * -(-dims.heads // config.columns))
 
 
 def slot_room(dims: Dims, config: Config, blocks: int) -> int:

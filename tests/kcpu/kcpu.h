@@ -386,6 +386,7 @@ inline int atomicMax(int* at, int value) {
 }
 
 inline void __threadfence() {}
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 
 struct uint2 { uint32_t x, y; };
 struct int2 { int x, y; };

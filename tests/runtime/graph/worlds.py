@@ -15,6 +15,7 @@ from runtime.cuda_worker import CudaWorker
 from runtime.engine import Engine
 from runtime.graph.driver import Driver, ListDriver
 from runtime.kernels_cu.backend import CudaBackend
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.kernels_np import NumpyBackend
 from runtime.loading import plan_layout
 from runtime.speculate import Speculator
@@ -48,6 +49,7 @@ class Pair:
     length: int = 64
     sizes: tuple[int, ...] = (1, 4, 12)
     invariant: bool = False
+    paths: PathPages | None = None
     drivers: Any = ListDriver
     config: EngineConfig = field(init=False)
     limits: Limits = field(init=False)
@@ -65,7 +67,7 @@ class Pair:
         there = (self.length + self.rows, self.pages, PAGE)
         layout = plan_layout(self.config, self.limits)
         self.truth = Worker(oracle, SoloComm(), bind(self.path, oracle, *there), self.limits)
-        self.model = bind(self.path, backend, *there)
+        self.model = bind(self.path, backend, *there, self.paths)
         self.cuda = CudaWorker(driver, backend, SoloComm(), self.model, self.limits, layout, self.sizes)
 
     def engine(self, executor: Any, speculator: Speculator, **changes: Any) -> Engine:

@@ -110,6 +110,9 @@ def test_worst_case_tiles_hold_any_batch():
     dims = replace(TREES, heads=5)
     for rows in ([1] * 10, [81] + [1] * 9, [9] * 10, [40, 50]):
         assert sum(-(-n * 5 // 8) for n in rows) <= most_tiles(dims, config)
+    for heads in (5, 8, 12, 64):
+        alone = replace(dims, heads=heads, B=90)
+        assert 90 * -(-heads // 8) == most_tiles(alone, config), "every row a sequence"
 
 
 COLUMNS, EXACT = Config(ahead=9, float_parts=False), Config(ahead=9)
