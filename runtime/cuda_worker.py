@@ -21,6 +21,7 @@ from runtime.graph.results import Results, draft_columns, result_columns, wanted
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.sample import check_tables
+from runtime.kernels_cu.tree_paths import check_plan
 from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan
 from runtime.types import MAX_LOGPROBS, Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from runtime.worker import Limits
@@ -107,6 +108,8 @@ class CudaWorker:
     def step(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows and draws the token after each out_row."""
         self._enter()
+        if self.backend.invariant:
+            check_plan(plan, self.backend.paths)
         rows = len(plan.out_rows)
         check_tables(plan.adjust_seq, plan.adjust_row, plan.mask_rows)
         program = self.program_of(plan.m, rows)
