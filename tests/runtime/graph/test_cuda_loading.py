@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import runtime.cuda_loading as cuda_loading
 from runtime import loading
 from runtime.config import SpeculativeConfig
-from runtime.cuda_loading import choose_backend, pages_that_fit
+from runtime.cuda_loading import choose_backend, pages_that_fit, path_pages
 from runtime.graph.driver import ListDriver
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.types import DraftPlan
 from tests.plans import make_plan, page_table
 from tests.runtime.graph.worlds import tiny_model
@@ -69,6 +71,9 @@ def test_pages_take_what_is_left():
     assert pages_that_fit(driver, 0.9, 10_000) == 20
     with pytest.raises(ValueError, match=r"gpu_memory_utilization: weights and buffers leave 0\.00 GB of 70% of 0\.0 GB; two pages"):
         pages_that_fit(driver, 0.7, 10_000)
+    assert pages_that_fit(driver, 0.9, 10_000, private_bytes=45_000) == 15
+    with pytest.raises(ValueError, match=r"two pages take 0\.00 GB, private pages of batch_invariant's draft trees 0\.00 GB"):
+        pages_that_fit(driver, 0.9, 10_000, private_bytes=180_001)
     with pytest.raises(ValueError, match="give the number of pages"):
         pages_that_fit(ListDriver(None), 0.9, 10_000)
 
@@ -81,6 +86,27 @@ def source(tmp_path_factory):
 def gpu_config(source, **changes):
     given = {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_model_len": 64, "block_size": 16, **changes}
     return loading.fit_config(loading.first_config("cuda", [4], **given), source, "bfloat16", "cuda")
+
+
+def test_private_pages_of_trees_are_for_batch_invariant_alone(source):
+    config, tree = gpu_config(source, num_pages=7, batch_invariant=True), SpeculativeConfig(method="ddtree")
+    limits = loading.limits_of(source, config, tree)
+    assert path_pages(config, limits, tree) == PathPages(12, limits.draft_depth, 16)
+    assert path_pages(config.replace(batch_invariant=False), limits, tree) is None
+    assert path_pages(config, limits, SpeculativeConfig(method="dflash")) is None
+    with pytest.raises(ValueError, match="max_num_batched_tokens: 2048 rows; with batch_invariant"):
+        path_pages(config, dataclasses.replace(limits, max_rows=2048), tree)
+
+
+def test_pages_leave_room_for_private_ones(source, shim):
+    """Beside them fewer pages fit; they lie behind the last layer, where no page of a sequence is."""
+    driver = Small(ShimDevice(shim))
+    driver.memory = (800_000, 1_000_000)
+    config = gpu_config(source, batch_invariant=True, enforce_eager=True)
+    worker = loading.make_gpu_executor(source, config, SpeculativeConfig(method="ddtree"), LOG.debug, driver)
+    page, paths, behind = loading.bytes_per_token(source, 2) * 16, worker.backend.paths, worker.backend.path_slots
+    assert worker.limits.num_pages == (700_000 - 2 * 576 * paths.slots) // page < 9 and behind.shape == (paths.slots, 576)
+    worker.close()
 
 
 def test_a_rank_is_loaded_and_captured(source, shim):
@@ -107,4 +133,5 @@ def test_eager_captures_nothing_and_a_given_number_of_pages_is_kept(source, shim
     config = gpu_config(source, num_pages=7, enforce_eager=True, batch_invariant=True)
     worker = loading.make_gpu_executor(source, config, SpeculativeConfig(method="ddtree"), LOG.debug, driver)
     assert worker.limits.num_pages == 7 and not any(program.captured for program in worker.programs())
-    assert worker.backend.invariant and worker.step(make_plan([[3]], [[-1]], [0], page_table(1, 1))).finite.all()
+    assert worker.backend.invariant and worker.backend.paths
+    assert worker.step(make_plan([[3, 4, 5]], [[-1, 0, 0]], [0], page_table(1, 1))).finite.all()

@@ -15,6 +15,7 @@ from runtime.cuda_worker import CudaWorker
 from runtime.graph.buckets import DEFAULT_SIZES
 from runtime.graph.driver import ListDriver
 from runtime.kernels_cu.backend import CudaBackend
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.loading import plan_layout
 from runtime.shape_model import shape_drafter, shape_weights
 from runtime.worker import Limits
@@ -37,7 +38,8 @@ def worker_of(name: str, invariant: bool) -> CudaWorker:
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=length, block_size=PAGE, num_pages=5000)
     device = BlankDevice()
     ops = CudaBackend(device, invariant)
-    cache = ops.zeros((c.layers, limits.num_pages * PAGE, c.cache_width))
+    paths = PathPages(limits.max_rows, d.depth, PAGE) if invariant else None
+    cache = ops.latent_cache(c.layers, limits.num_pages * PAGE, c.cache_width, paths)
     own = Drafter(d, placed(shape_drafter(d, length), device), dflash.make_cache(ops, d, limits.num_pages * PAGE))
     model = BoundModel(c, placed(shape_weights(c, 1, length), device), cache, PAGE, length, own)
     return CudaWorker(ListDriver(device), ops, SoloComm(), model, limits, plan_layout(config, limits))

@@ -15,6 +15,7 @@ from runtime.graph.buckets import DEFAULT_SIZES
 from runtime.kernels_cu._build import build, nvrtc_version
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.recorder import Live
+from runtime.kernels_cu.tree_paths import PathPages
 from runtime.null import ShapeOnly
 from runtime.shape_model import shape_drafter, shape_plan, shape_weights
 from runtime.types import DraftPlan
@@ -40,7 +41,8 @@ class Full:
         self.ops = CudaBackend(self.device, invariant)
         self.weights = placed(shape_weights(self.config, tp), self.device)
         self.drafter = placed(shape_drafter(self.draft, whole.max_positions), self.device)
-        self.cache = self.ops.zeros((2, PAGE * PAGES, whole.cache_width))
+        paths = PathPages(DEFAULT_SIZES[-1], self.draft.depth, PAGE) if invariant else None
+        self.cache = self.ops.latent_cache(2, PAGE * PAGES, whole.cache_width, paths)
 
     def step(self, m: int) -> Counter[str]:
         """Launches by what they are, of a bucket whose streams may be as long as the cache."""
@@ -116,6 +118,8 @@ def test_a_layer_is_so_many_launches(m):
     }
     assert set(once.values()) == {1} and found["moe_pack"] <= 1
     assert found["tree_mla"] == found["query_rope"] == found["mla_latent"] == 2 and found["add_rms_norm"] == 4
+    exact = Full("kimi", 8, True).step(m)
+    assert (exact["path_plan"], exact["tree_mla_plan"], exact["path_copy"], exact["tree_mla"], found["path_copy"]) == (1, 1, 2, 2, 0)
 
 
 def test_an_invariant_backend_has_one_build_of_each_kernel():
