@@ -14,7 +14,7 @@ from model.chat_template import ChatTemplate
 from model.grammar import GrammarCompiler
 from model.reasoning import starts_in_reasoning
 from model.tokenizer import Tokenizer
-from runtime import loading
+from runtime import loading, stages
 from runtime.config import AUTO, EngineConfig, SpeculativeConfig
 from runtime.constraint import check_sampling
 from runtime.cuda_loading import Choice, choose_backend
@@ -81,6 +81,7 @@ def load(
     backend: str = "auto",
     dtype: str = "auto",
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
     distributed_executor: str = "local",
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
@@ -106,6 +107,7 @@ def load(
     model (num_hidden_layers). backend "auto" takes a GPU where there is one. cudagraph_capture_sizes: the M of its steps (None: 1
     to 1,024); batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do). scheduling_policy "priority":
     lower priorities first. tpot_target_ms: admission and prompt chunks hold the mean time of an output token to it (runtime/pace.py).
+    pipeline_parallel_size: stages of layers, each of tensor_parallel_size ranks on one host (runtime/stages.py).
     distributed_executor: who starts the ranks beside the first, "local" or "ray" (runtime/ray_ranks.py).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
@@ -113,7 +115,8 @@ def load(
         raise ValueError(f"distributed_executor: {distributed_executor!r} is not one of {', '.join(loading.DISTRIBUTED)}")
     if dtype not in loading.DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
-    choice = choose_backend(backend, dtype, tensor_parallel_size)
+    here = tensor_parallel_size * (pipeline_parallel_size if distributed_executor == "local" else 1)
+    choice = choose_backend(backend, dtype, here)
     activations = loading.DTYPES[dtype] if choice.backend == "numpy" else "bfloat16"
     speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config), choice.backend, tpot_target_ms is not None)
     source = loading.open_source(model, speculative, LoadConfig.parse(load_format, hf_overrides))
@@ -137,10 +140,9 @@ def load(
     )
     config.check_speculation(speculative)
     config = loading.fit_config(config, source, activations, choice.backend)
-    parts = _Parts(source, config, speculative, choice, activations, tensor_parallel_size, Tokenizer.load(source.path))
-    executor = loading.make_executor(
-        source, config, speculative, activations, tensor_parallel_size, progress, choice.backend, distributed_executor
-    )
+    tp, pp = tensor_parallel_size, pipeline_parallel_size
+    parts = _Parts(source, config, speculative, choice, activations, tp, pp, Tokenizer.load(source.path))
+    executor = stages.make_executor(source, config, speculative, activations, tp, progress, choice.backend, distributed_executor, pp)
     return _join(parts, executor, served_model_name, seed, progress)
 
 
@@ -154,6 +156,7 @@ class _Parts:
     choice: Choice
     activations: str
     tp: int
+    pp: int
     tokenizer: Tokenizer
 
 
@@ -174,7 +177,7 @@ def _join(parts: _Parts, executor: Executor, name: str | None, seed: int | None,
         max_model_len=engine.max_model_len,
         vocab_size=source.target.vocab,
         draft_depth=executor.limits.draft_depth,
-        summary=_summary(source, config, parts.speculative, parts.choice, parts.activations, parts.tp, executor.limits.num_pages),
+        summary=_summary(parts, executor.limits.num_pages),
         defaults=loading.generation_defaults(source.path),
         rng=loading.rng_seed(seed),
         grammars=GrammarCompiler(tokenizer, source.target.vocab),
@@ -190,15 +193,14 @@ def _make_speculator(parts: _Parts, executor: Executor, progress: Callable[[str]
     if speculative.tree_budget != AUTO and config.tpot_target_ms is None:
         return make_speculator(executor, speculative), None
     progress("cost curve")
-    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{parts.activations}"
+    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{parts.activations}{f'-pp{parts.pp}' * (parts.pp > 1)}"
     folder = curve_folder(load_env().cache_dir)
     return budget_speculation(executor, config, speculative, name, parts.tp, folder, parts.choice.device)
 
 
-def _summary(
-    source: loading.Source, config: EngineConfig, speculative: SpeculativeConfig, choice: Choice, activations: str, tp: int, pages: int
-) -> str:
-    c, drafter = source.target, source.drafter
+def _summary(parts: _Parts, pages: int) -> str:
+    config, speculative, choice = parts.config, parts.speculative, parts.choice
+    c, drafter, cut = parts.source.target, parts.source.drafter, f", {parts.pp} stages" if parts.pp > 1 else ""
     how = "no speculation"
     if drafter and speculative.method == "dflash":
         how = f"DFlash chain of {speculative.num_speculative_tokens or drafter.depth}"
@@ -206,8 +208,8 @@ def _summary(
         how = f"DDTree of {speculative.tree_budget} nodes, depth {speculative.num_speculative_tokens or drafter.depth}"
     graphs = "" if choice.backend == "numpy" else ", eager" if config.enforce_eager else f", graphs of {len(config.buckets)} sizes"
     return (
-        f"{source.path.name}: {c.layers} layers, {c.experts} experts top-{c.top_k} · "
-        f"{choice.backend} {activations}, TP {tp}{graphs} ({choice.reason}) · {how} · "
+        f"{parts.source.path.name}: {c.layers} layers, {c.experts} experts top-{c.top_k} · "
+        f"{choice.backend} {parts.activations}, TP {parts.tp}{cut}{graphs} ({choice.reason}) · {how} · "
         f"{(pages - 1) * config.block_size:,} cache tokens in pages of {config.block_size} · context {config.max_model_len:,}"
     )
 

@@ -33,6 +33,16 @@ class Comm(Protocol):
         """out [M, W * N] = the ranks' x [M, N], side by side in rank order."""
 
 
+class Neighbours(Protocol):
+    """What a model that is cut into stages needs of the ranks of its number before and after its own."""
+
+    def receive(self, x: Array) -> None:
+        """x [n, M, H] bf16 becomes what the stage before sent."""
+
+    def send(self, x: Array) -> None:
+        """Hands x [n, M, H] bf16 to the next stage, which receives as much."""
+
+
 class SoloComm:
     """One rank: a sum of one, a row of one."""
 

@@ -20,9 +20,10 @@ from model import dflash, kimi_k26
 from model.bound import BoundModel, Drafter
 from model.dummy import DummyCheckpoint, override_config
 from model.shards import read_json
+from model.stages import Stage, stages_of
 from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
-from runtime.comm import Comm, SoloComm
+from runtime.comm import Comm, Neighbours, SoloComm
 from runtime.config import AUTO, DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
 from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, load_parts, make_cuda_worker, open_driver, path_pages
 from runtime.cuda_worker import CudaWorker
@@ -39,6 +40,7 @@ from runtime.processes import CapturedRanks, Meeting, ProcessRanks
 from runtime.ray_ranks import RayPeers
 from runtime.shared_comm import SharedComm
 from runtime.spawn import RankJob, SpawnedPeers
+from runtime.stage_comm import HostNeighbours, StagePlace
 from runtime.types import SamplingParams
 from runtime.worker import Limits, Worker
 
@@ -164,13 +166,18 @@ def make_executor(
     progress: Callable[[str], None] = lambda _: None,
     backend: str = "numpy",
     distributed: str = "local",
+    place: StagePlace | None = None,
+    group: str = "",
 ) -> Executor:
-    """Loads the weights once per rank and returns what runs plans: this process, or it and `tp` - 1 others, started by `distributed`."""
+    """Loads the weights once per rank and returns what runs plans: this process, or it and `tp` - 1 others, started by `distributed`.
+
+    place: which stage of a pipeline that is; group: where Ray has room for it.
+    """
     source.target.check_tp(tp)
     if tp == 1:
-        return make_rank(source, config, speculative, activations, backend, None, progress)
-    jobs = [rank_job(source, config, speculative, activations, backend, rank, tp) for rank in range(1, tp)]
-    make_own = partial(make_rank, source, config, speculative, activations, backend, progress=progress)
+        return make_rank(source, config, speculative, activations, backend, None, progress, place)
+    jobs = [rank_job(source, config, speculative, activations, backend, rank, tp, place, group) for rank in range(1, tp)]
+    make_own = partial(make_rank, source, config, speculative, activations, backend, progress=progress, place=place)
     peers = RayPeers(jobs) if distributed == "ray" else SpawnedPeers(jobs)
     ranks = CapturedRanks if backend == "cuda" else ProcessRanks
     return ranks(meeting_of(source, config, speculative, backend, tp), peers, make_own)
@@ -184,11 +191,19 @@ def make_rank(
     backend: str,
     host: SharedComm | None,
     progress: Callable[[str], None] = lambda _: None,
+    place: StagePlace | None = None,
 ) -> Executor:
-    """One rank, loaded: on the CPU or the GPU of its number. host: how it reaches the others; None: it is the only one."""
+    """One rank, loaded: on the CPU or the GPU of its number. host: how it reaches the others of its stage; None: it is the only one."""
     if backend == "cuda":
         return make_gpu_executor(source, config, speculative, progress, host=host)
-    return make_worker(source, limits_of(source, config, speculative), speculative, activations, host or SoloComm(), progress)
+    stage, near = stage_of(source, place), HostNeighbours(place, host) if place else None
+    limits = limits_of(source, config, speculative)
+    return make_worker(source, limits, speculative, activations, host or SoloComm(), progress, stage, near)
+
+
+def stage_of(source: Source, place: StagePlace | None) -> Stage | None:
+    """The part of the model that belongs there; None: all of it."""
+    return stages_of(source.target.layers, place.count, source.drafter is not None)[place.number] if place else None
 
 
 def make_gpu_executor(
@@ -217,13 +232,22 @@ def _with_pages(source: Source, config: EngineConfig) -> EngineConfig:
 
 
 def rank_job(
-    source: Source, config: EngineConfig, speculative: SpeculativeConfig, activations: str, backend: str, rank: int, world: int
+    source: Source,
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    activations: str,
+    backend: str,
+    rank: int,
+    world: int,
+    place: StagePlace | None = None,
+    group: str = "",
 ) -> RankJob:
     """What a rank beside this process has to load."""
     drafter = str(source.drafter_path.resolve()) if source.drafter_path else None
     found = dataclasses.replace(speculative, model=drafter)
     model = source.file if source.weights.dummy else source.path
-    return RankJob(rank, world, os.getpid(), str(model.resolve()), backend, activations, config, found, weights=source.weights)
+    where: dict[str, Any] = {"stage": place.number, "stages": place.count, "device": place.device, "group": group} if place else {}
+    return RankJob(rank, world, os.getpid(), str(model.resolve()), backend, activations, config, found, weights=source.weights, **where)
 
 
 def limits_of(source: Source, config: EngineConfig, speculative: SpeculativeConfig) -> Limits:
@@ -249,12 +273,14 @@ def make_worker(
     activations: str,
     comm: Comm,
     progress: Callable[[str], None] = lambda _: None,
+    stage: Stage | None = None,
+    near: Neighbours | None = None,
 ) -> Worker:
     """Loads the share of comm's rank and binds it to a backend."""
     backend: Any = NumpyBackend(activations)
     if load_env().check_shapes:
         backend = CheckedBackend(backend)
-    model = _bind(source, backend, limits, speculative, comm.rank, comm.world, progress)
+    model = _bind(source, backend, limits, speculative, comm.rank, comm.world, progress, stage, near)
     return Worker(backend, comm, model, limits)
 
 
@@ -280,19 +306,27 @@ def plan_layout(config: EngineConfig, limits: Limits) -> PlanLayout:
 
 
 def _bind(
-    source: Source, backend: Any, limits: Limits, speculative: SpeculativeConfig, rank: int, tp: int, progress: Callable[[str], None]
+    source: Source,
+    backend: Any,
+    limits: Limits,
+    speculative: SpeculativeConfig,
+    rank: int,
+    tp: int,
+    progress: Callable[[str], None],
+    stage: Stage | None,
+    near: Neighbours | None,
 ) -> BoundModel:
     reach = limits.max_positions + limits.max_rows  # draft nodes and block slots may lie past the context
     slots = limits.num_pages * limits.page_size
-    target = kimi_k26.load(source.checkpoint, source.target, backend, rank, tp, reach, progress)
-    drafter = None
-    if source.drafter and source.drafter_checkpoint:
+    target = kimi_k26.load(source.checkpoint, source.target, backend, rank, tp, reach, progress, stage)
+    drafter, taps = None, source.drafter.taps if source.drafter else ()
+    if source.drafter and source.drafter_checkpoint and (stage is None or stage.heads):
         factor, own = speculative.draft_rope_attention_factor, source.drafter.part(tp)
         weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, factor, rank, tp)
         drafter = Drafter(own, weights, dflash.make_cache(backend, own, slots))
         progress("drafter")
-    cache = backend.zeros((source.target.layers, slots, source.target.cache_width))
-    return BoundModel(source.target, target, cache, limits.page_size, reach - 1, drafter)
+    cache = backend.zeros((len(target.layers), slots, source.target.cache_width))
+    return BoundModel(source.target, target, cache, limits.page_size, reach - 1, drafter, near, taps)
 
 
 def generation_defaults(path: Path) -> SamplingParams:

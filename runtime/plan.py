@@ -187,6 +187,27 @@ def unpack_draft(blob: Array, layout: DraftLayout) -> DraftPlan:
     return DraftPlan(**_unpack("draft plan", DRAFT_MAGIC, blob, layout)[1])
 
 
+def header_part(blob: Array, layout: Layout) -> Array:
+    """The blob's header, u8: what `live_parts` are told from."""
+    return blob[: 4 * _header_words(layout)]
+
+
+def live_parts(blob: Array, layout: Layout) -> list[Array]:
+    """The bytes of a blob that say something beside the header, a view for each field that is not empty; all else need not travel.
+
+    Raises ValueError for a header that holds more of a field than there is room for.
+    """
+    header, found = header_part(blob, layout).view(np.int32), []
+    for name, place in places(layout)[0].items():
+        rows, columns = int(header[place.header]), int(header[place.header + 1])
+        if not (0 <= rows <= place.rows and 0 <= columns <= place.columns):
+            raise ValueError(f"{name} of a plan is [{rows}, {columns}], the layout holds [{place.rows}, {place.columns}]")
+        nbytes = rows * (columns if place.columns else 1) * place.item_bytes
+        if nbytes:
+            found.append(blob[place.at : place.at + nbytes])
+    return found
+
+
 def _pack(what: str, magic: int, bucket: int, values: Sequence[Array], layout: Layout, into: Array) -> None:
     header = [magic, bucket]
     for value, (name, place) in zip(values, places(layout)[0].items(), strict=True):

@@ -13,49 +13,22 @@ whoever waits there raises. Rank 0's end ends the others (Linux: PR_SET_PDEATHSI
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from runtime.executor import Captures, Executor
+from runtime.lives import Lives, Peers, RankFailed
 from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan, unpack_draft, unpack_plan
 from runtime.ring import CAPTURE, DRAFT, STEP, STOP, PlanRing
 from runtime.shared import LINE, PeerLost, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
 from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from runtime.worker import Limits
-
-STOP_S = 5.0  # that ranks have to end when told to
-
-
-class RankFailed(RuntimeError):
-    """A rank ended, failed or fell silent; the group is of no use any more."""
-
-
-class RankEvent(NamedTuple):
-    """What became of a rank: it is ready (its model is loaded), or it has ended, and why."""
-
-    rank: int
-    ended: bool
-    why: str = ""
-
-
-class Peers(Protocol):
-    """Ranks 1 and up, wherever they run on this host. All calls come from one thread, which lives as long as they do."""
-
-    def start(self, block_path: str) -> None:
-        """Starts all of them; each opens the block, loads, and calls `follow`."""
-
-    def events(self) -> Sequence[RankEvent]:
-        """What has happened since the last call; returns within about 0.2 s."""
-
-    def kill(self) -> None:
-        """Ends those that still run, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +80,17 @@ def follow(worker: Executor, meeting: Meeting, block: SharedBlock, rank: int) ->
         elif kind == DRAFT:
             worker.draft(unpack_draft(record, meeting.draft))
         elif kind == CAPTURE and isinstance(worker, Captures):
-            answer = worker.capture(_read_sizes(record))
+            answer = worker.capture(read_sizes(record))
         ring.finish(rank - 1, answer)
 
 
-def _write_sizes(sizes: Sequence[int] | None, into: Array) -> None:
+def write_sizes(sizes: Sequence[int] | None, into: Array) -> None:
     """[n, sizes…] i32; n is -1 for None."""
     words = [-1] if sizes is None else [len(sizes), *sizes]
     into[: 4 * len(words)].view(np.int32)[:] = words
 
 
-def _read_sizes(record: Array) -> list[int] | None:
+def read_sizes(record: Array) -> list[int] | None:
     count = int(record[:4].view(np.int32)[0])
     return None if count < 0 else record[4 : 4 + 4 * count].view(np.int32).tolist()
 
@@ -199,84 +172,28 @@ class CapturedRanks(ProcessRanks):
         with self._group.lock:
             count: int = self._worker.capture(wanted)
         with self._together():
-            _write_sizes(wanted, self._ring.record())
+            write_sizes(wanted, self._ring.record())
             self._ring.publish(CAPTURE)
             if self._ring.answers() != [count] * (self._meeting.world - 1):
                 raise RankFailed(f"ranks hold different numbers of graphs; rank 0 has {count}")
         return count
 
 
-class _Group:
-    """The other ranks' lives. Holds nothing of the executor, so that one forgotten takes its processes along."""
+class _Group(Lives):
+    """The other ranks' lives, and the memory where all meet."""
 
     def __init__(self, meeting: Meeting, block: SharedBlock, peers: Peers) -> None:
-        self.lock = threading.Lock()  # around a plan
         self.ring = meeting.ring(block)
-        self.story: str | None = None  # of what went wrong first
-        self._watch = meeting.watch(block)
-        self._block, self._peers = block, peers
-        self._changed = threading.Condition()  # guards the four fields below
-        self._loading = set(range(1, meeting.world))
-        self._running = set(self._loading)
-        self._killing = self._stopping = False
-        # A process of PR_SET_PDEATHSIG dies with the thread that started it, hence a thread that stays.
-        self._thread = threading.Thread(target=self._live, name="ranks", daemon=True)
-        self._thread.start()
+        self._watch, self._block = meeting.watch(block), block
+        super().__init__(peers, range(1, meeting.world), "rank", block.path)
 
-    def wait_ready(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.story is not None or not self._loading)
-        if self.story is not None:
-            raise RankFailed(self.story)
+    def say_stop(self) -> None:
+        with contextlib.suppress(PeerLost):
+            self.ring.record()
+            self.ring.publish(STOP)
 
-    def fail(self, story: str | None = None) -> None:
-        """Ends all ranks at once; the first story stays."""
-        with self._changed:
-            self.story = self.story or story or "the ranks were ended by force"
-            self._killing = True
-        self._watch.declare(0)
-        self._thread.join(STOP_S)
+    def tell_lost(self, number: int) -> None:
+        self._watch.declare(number)
 
-    def end(self) -> None:
-        """Stops the ranks, by force where they do not listen."""
-        if self.story is None and self.lock.acquire(timeout=1.0):
-            try:
-                with self._changed:
-                    self._stopping = True
-                with contextlib.suppress(PeerLost):
-                    self.ring.record()
-                    self.ring.publish(STOP)
-            finally:
-                self.lock.release()
-            self._thread.join(STOP_S)
-        if self._thread.is_alive():
-            self.fail()
-        self.story = self.story or "the ranks were stopped"
-
-    def _live(self) -> None:
-        try:
-            self._peers.start(self._block.path)
-            while self._running:
-                for event in self._peers.events():
-                    self._note(event)
-                if self._killing:
-                    self._peers.kill()
-        except BaseException as error:
-            with self._changed:
-                self.story = self.story or f"the ranks could not be started or watched: {type(error).__name__}: {error}"
-                self._changed.notify_all()
-            self._watch.declare(0)
-            self._peers.kill()
-        finally:
-            self._block.close()
-
-    def _note(self, event: RankEvent) -> None:
-        with self._changed:
-            self._loading.discard(event.rank)
-            if event.ended:
-                self._running.discard(event.rank)
-                if not self._stopping:
-                    self.story = self.story or f"rank {event.rank} {event.why}"
-            self._changed.notify_all()
-        if event.ended and not self._stopping:
-            self._watch.declare(event.rank)
+    def release(self) -> None:
+        self._block.close()

@@ -13,24 +13,32 @@ from runtime import loading
 from runtime.processes import follow
 from runtime.shared import PeerLost, SharedBlock
 from runtime.spawn import READY, RankJob
+from runtime.stage_comm import StagePlace
+from runtime.stages import StageLeader
 
 PR_SET_PDEATHSIG = 1
 
 
 class Rank:
-    """A rank beside rank 0, loaded. Raises what loading raises."""
+    """A rank beside its stage's first, loaded. Raises what loading raises."""
 
     def __init__(self, job: RankJob) -> None:
         self._number, self._block = job.rank, SharedBlock.open(job.block)
         source = loading.open_source(job.model, job.speculative, job.weights)
         self._meeting = loading.meeting_of(source, job.config, job.speculative, job.backend, job.world)
         comm = self._meeting.comm(self._block, job.rank)
-        self._worker = loading.make_rank(source, job.config, job.speculative, job.activations, job.backend, comm)
+        place = StagePlace(job.stage, job.stages, job.device) if job.stages > 1 else None
+        self._worker = loading.make_rank(source, job.config, job.speculative, job.activations, job.backend, comm, place=place)
 
     def follow(self) -> None:
         """Executes rank 0's plans until it says stop. Raises what the worker raises, and PeerLost."""
         follow(self._worker, self._meeting, self._block, self._number)
         self._worker.close()
+
+
+def load_rank(job: RankJob, distributed: str = "local") -> Rank | StageLeader:
+    """What a job asks for, loaded. distributed: who starts the other ranks of a stage whose first this is."""
+    return Rank(job) if job.rank else StageLeader(job, distributed)
 
 
 def die_with(parent: int) -> None:
@@ -47,7 +55,7 @@ def main(argv: list[str]) -> int:
     job = RankJob.from_json(sys.stdin.read())
     die_with(job.parent)
     try:
-        rank = Rank(job)
+        rank = load_rank(job)
         os.write(pipe, READY)
         rank.follow()
     except Exception as error:

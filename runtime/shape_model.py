@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from model import dflash, kimi_k26
 from model.kimi_k26 import Config
-from runtime.null import Call, Collective, NullBackend, NullComm, PackedShape, ShapeOnly
+from model.stages import Stage
+from runtime.null import Call, Collective, NullBackend, NullComm, NullNeighbours, PackedShape, ShapeOnly
 from runtime.types import DraftPlan, StepPlan
 
 PAGE_SIZE = 16  # any: no cost depends on it
@@ -28,19 +29,27 @@ class StepCalls:
 
 
 @cache
-def walk_step(c: Config, tp: int) -> StepCalls:
-    """Counts one step of rank 0 of `tp` with two rows of one stream: the model's forward, then the draw of its tokens."""
+def walk_step(c: Config, tp: int, stage: Stage | None = None, taps: tuple[int, ...] = ()) -> StepCalls:
+    """Counts one step of rank 0 of `tp` with two rows of one stream: the model's forward, then the draw of its tokens.
+
+    stage: its part of both; taps: layers whose hidden states travel with a pipeline's rows.
+    """
     ops, comm = NullBackend(), NullComm(tp)
-    plan = shape_plan(rows=2, streams=1)
-    cache_rows = ops.zeros((c.layers, 2 * PAGE_SIZE, c.cache_width))
-    logits, _ = kimi_k26.forward(ops, comm, c, shape_weights(c, tp), plan, cast(Any, cache_rows), PAGE_SIZE)
+    plan, w = shape_plan(rows=2, streams=1), shape_weights(c, tp, stage=stage)
+    cache_rows = cast(Any, ops.zeros((len(w.layers), 2 * PAGE_SIZE, c.cache_width)))
+    made = kimi_k26.forward(ops, comm, c, w, plan, cache_rows, PAGE_SIZE, taps, NullNeighbours(comm))
+    if made is not None:
+        _draw(ops, comm, made[0], plan)
+    return StepCalls(tp, tuple(ops.calls.items()), tuple(comm.calls.items()))
+
+
+def _draw(ops: NullBackend, comm: NullComm, logits: Any, plan: StepPlan) -> None:
     rows = len(plan.out_rows)
     comm.sample(
         ops, cast(Any, logits), plan.drawing,
         target=ops.buffer("target", (rows,), "i32"), logp=ops.buffer("logp", (rows,), "f32"), finite=ops.buffer("finite", (rows,), "bool"),
         top_ids=ops.buffer("top_ids", (rows, 0), "i32"), top_logp=ops.buffer("top_logp", (rows, 0), "f32"),
     )  # fmt: skip
-    return StepCalls(tp, tuple(ops.calls.items()), tuple(comm.calls.items()))
 
 
 @cache
@@ -67,8 +76,9 @@ def walk_draft(d: dflash.Config, c: Config, tp: int, streams: int, top_k: int = 
     return StepCalls(tp, tuple(ops.calls.items()), tuple(comm.calls.items()))
 
 
-def shape_weights(c: Config, tp: int, positions: int | None = None) -> kimi_k26.Weights:
-    """One rank's weights as shapes without memory, cut as `kimi_k26.load` cuts them."""
+def shape_weights(c: Config, tp: int, positions: int | None = None, stage: Stage | None = None) -> kimi_k26.Weights:
+    """One rank's weights as shapes without memory, cut as `kimi_k26.load` cuts them. stage: which layers; None: all."""
+    stage = stage or Stage(0, c.layers)
     c.check_tp(tp)
     heads, expert_width = c.heads // tp, c.expert_width // tp
 
@@ -102,12 +112,13 @@ def shape_weights(c: Config, tp: int, positions: int | None = None) -> kimi_k26.
     dense_layers = (layer(mlp(c.dense_width // tp)),) * c.dense_layers
     moe_layers = (layer(moe),) * (c.layers - c.dense_layers)
     return kimi_k26.Weights(
-        embed=bf16(c.vocab // tp, c.hidden),
-        head=bf16(c.vocab // tp, c.hidden),
+        embed=bf16(c.vocab // tp, c.hidden) if stage.embeds else None,
+        head=bf16(c.vocab // tp, c.hidden) if stage.heads else None,
         norm=bf16(c.hidden),
         first=0,
-        layers=dense_layers + moe_layers,
+        layers=(dense_layers + moe_layers)[stage.start : stage.stop],
         cos_sin=cast(Any, ShapeOnly((positions or c.max_positions, c.rope_dim), "f32")),
+        start=stage.start,
     )
 
 

@@ -100,6 +100,14 @@ class SharedComm:
         """Every rank's bytes, equally many of each (1 MiB at most), in rank order. Waits as long as all live: others may be loading."""
         return [part.tobytes() for part in self._exchange(np.frombuffer(mine, np.uint8), patient=True)]
 
+    def broadcast(self, x: Array) -> None:
+        """x of any shape, contiguous, becomes rank 0's."""
+        flat = x.reshape(-1)
+        each = PIECE_BYTES // x.itemsize
+        for start in range(0, flat.size, each):
+            piece = flat[start : start + each]
+            piece[:] = self._exchange(piece)[0]
+
     def least(self, value: int) -> int:
         """The smallest of the ranks' values."""
         return min(int.from_bytes(part, "little") for part in self.gather_bytes(value.to_bytes(8, "little")))

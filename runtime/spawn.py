@@ -1,4 +1,5 @@
-"""Ranks 1 and up as child processes: `python -m runtime.rank`, a job in JSON on stdin, a private pipe back.
+"""Ranks 1 and up, or the first ranks of other stages, as child processes: `python -m runtime.rank`, a job in JSON on stdin, a
+private pipe back.
 
 Not multiprocessing: that imports the user's main script again in every child, and pickles. A child inherits the environment,
 ignores the terminal's Ctrl-C and the service manager's SIGTERM (rank 0 drains first), and dies with rank 0.
@@ -14,13 +15,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runtime.config import EngineConfig, SpeculativeConfig
+from runtime.lives import RankEvent
 from runtime.load_config import FROM_FILES, LoadConfig
-from runtime.processes import RankEvent
 
 ROOT = Path(__file__).parent.parent
 READY = b"ready\n"  # the pipe's first line; what went wrong may follow, the pipe's end is the process's
@@ -29,7 +30,11 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What a rank needs to know beyond the plans; travels as JSON."""
+    """What a rank needs to know beyond the plans; travels as JSON.
+
+    rank, world: in its stage's tensor-parallel group; device: of the stage's first rank on its host. Rank 0 of a stage above 0 finds
+    stage 0 at host and port, and shows the token there.
+    """
 
     rank: int
     world: int
@@ -41,6 +46,18 @@ class RankJob:
     speculative: SpeculativeConfig
     block: str = ""  # path of the shared block, which the group makes
     weights: LoadConfig = FROM_FILES
+    stage: int = 0
+    stages: int = 1
+    device: int = 0
+    host: str = ""
+    port: int = 0
+    token: str = field(default="", repr=False)
+    group: str = ""  # Ray's name of the placement group that holds a place for it; "": it makes its own
+
+    @property
+    def number(self) -> int:
+        """What it is called by who started it: a stage above 0 is started by its first rank."""
+        return self.rank or self.stage
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -55,7 +72,7 @@ class RankJob:
 
 
 class SpawnedPeers:
-    """Ranks 1 to len(jobs), one child each."""
+    """One child for each job."""
 
     def __init__(self, jobs: Sequence[RankJob]) -> None:
         self._jobs = jobs
@@ -66,7 +83,7 @@ class SpawnedPeers:
     def start(self, block_path: str) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         for job in self._jobs:
-            rank = job.rank
+            rank = job.number
             ours, theirs = os.pipe()
             try:
                 child = subprocess.Popen(

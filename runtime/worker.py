@@ -15,8 +15,8 @@ from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
 class TargetModel(Protocol):
     """A target bound to its weights and cache (`model.bound` makes one): all that a rank asks of it."""
 
-    def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array]:
-        """Logits [r, V / tp] f32 of the out_rows, a rank's share, and taps [m, n, H] of all rows."""
+    def step(self, ops: Any, comm: Any, plan: StepPlan) -> tuple[Array, Array] | None:
+        """Logits [r, V / tp] f32 of the out_rows, a rank's share, and taps [m, n, H] of all rows; None where another stage goes on."""
 
     def context(self, ops: Any, taps: Array, plan: DraftPlan) -> None:
         """Materialises drafter context of the plan's tap_rows."""
@@ -50,10 +50,13 @@ class Worker:
         self._taps: Array | None = None
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Runs the target over the plan's rows and draws the token after each out_row."""
+        """Runs the target over the plan's rows and draws the token after each out_row; draws none if another stage goes on."""
         start = time.perf_counter()
         ops, rows = self._ops, len(plan.out_rows)
-        logits, self._taps = self._model.step(ops, self._comm, plan)
+        made = self._model.step(ops, self._comm, plan)
+        if made is None:
+            return undrawn((time.perf_counter() - start) * 1e6, self._experts())
+        logits, self._taps = made
         wanted = max(int(plan.logprobs.max(initial=-1)), 0)
         target = ops.buffer("target", (rows,), "i32")
         logp = ops.buffer("target_logp", (rows,), "f32")
@@ -72,9 +75,7 @@ class Worker:
                 top_logp=top_logp,
             )
         drawn, its_logp, ok, ids, logps = (ops.host(a) for a in (target, logp, finite, top_ids, top_logp))
-        counts = getattr(ops, "experts_hit", None)
-        experts = float(counts()) if counts is not None else 0.0
-        return StepResult(drawn, its_logp, ok, ids, logps, (time.perf_counter() - start) * 1e6, experts)
+        return StepResult(drawn, its_logp, ok, ids, logps, (time.perf_counter() - start) * 1e6, self._experts())
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         """Materialises the context of tap_rows (rows of the last step), then proposes a block for each root."""
@@ -95,3 +96,14 @@ class Worker:
 
     def close(self) -> None:
         self._taps = None
+
+    def _experts(self) -> float:
+        counts = getattr(self._ops, "experts_hit", None)
+        return float(counts()) if counts is not None else 0.0
+
+
+def undrawn(step_us: float, experts: float) -> StepResult:
+    """What a stage before the last says of a step: no rows."""
+    none = np.zeros(0, np.float32)
+    tokens, wide = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+    return StepResult(tokens, none, np.zeros(0, np.bool_), wide, wide.astype(np.float32), step_us, experts)

@@ -40,13 +40,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hf-overrides", metavar="JSON", help="keys of config.json's text model to replace: '{\"num_hidden_layers\": 8}'")
     group.add_argument("--backend", default="auto", help="what computes; 'auto' takes the best there is (default)")
     group.add_argument("--dtype", default="auto", help="activations: auto, float32 or bfloat16")
-    tp_help = "ranks that share the weights (default 1)"
-    group.add_argument(
-        "--tensor-parallel-size", "-tp", "--tp-size", "--tp", dest="tensor_parallel_size", type=int, default=1, metavar="N", help=tp_help
-    )
-    group.add_argument(
-        "--distributed-executor", default="local", choices=("local", "ray"), help="who starts the other ranks: this process or Ray"
-    )
+    _add_rank_options(group)
     group.add_argument("--seed", type=int, default=0, help="of requests that bring none (default 0)")
 
     group = parser.add_argument_group(
@@ -89,6 +83,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_gpu_options(parser)
     _add_speculation_options(parser)
+
+
+def _add_rank_options(group: argparse._ArgumentGroup) -> None:
+    tp_help = "ranks that share the weights (default 1)"
+    group.add_argument(
+        "--tensor-parallel-size", "-tp", "--tp-size", "--tp", dest="tensor_parallel_size", type=int, default=1, metavar="N", help=tp_help
+    )
+    names = ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp")
+    pp_help = "stages of layers, N ranks each, a host each where Ray has several; a step passes them in turn (default 1)"
+    group.add_argument(*names, dest="pipeline_parallel_size", type=int, default=1, metavar="P", help=pp_help)
+    group.add_argument(
+        "--distributed-executor", default="local", choices=("local", "ray"), help="who starts the other ranks: this process or Ray"
+    )
 
 
 def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +204,7 @@ def load_from(args: argparse.Namespace, progress: Callable[[str], None] = lambda
         "backend": args.backend,
         "dtype": args.dtype,
         "tensor_parallel_size": args.tensor_parallel_size,
+        "pipeline_parallel_size": args.pipeline_parallel_size,
         "distributed_executor": args.distributed_executor,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,

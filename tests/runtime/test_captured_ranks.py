@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.lives import RankEvent
 from runtime.plan import DraftLayout, PlanLayout
-from runtime.processes import CapturedRanks, Meeting, RankEvent, RankFailed, follow
+from runtime.processes import CapturedRanks, Meeting, RankFailed, follow
 from runtime.shared import SharedBlock
 from runtime.types import DraftLogits, StepResult
 from runtime.worker import Limits
