@@ -44,7 +44,7 @@ class EngineConfig:
     buckets: tuple[int, ...] = ()  # the M that steps are launched with, rising; empty: any M
     gpu_memory_utilization: float = 0.9  # share of a device's memory for weights, buffers and pages together
     enforce_eager: bool = False  # launch kernel by kernel instead of capturing graphs
-    batch_invariant: bool = False  # one configuration of every kernel: a row's bits do not depend on its company
+    batch_invariant: bool = False  # one configuration of every kernel: a row's bits depend neither on its company nor on drafts
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(self.buckets))

@@ -6,7 +6,8 @@
 
 One token after 150 others is computed alone, then in every bucket to 256, at several places among chunks of two other streams, and
 its logits are compared bit for bit. The cost of a bucket is its graph's time over that of the fastest configuration, full, in
---streams streams of --ctx tokens. Then texts of --prompts prompts, with and without draft trees, in the invariant mode. Needs a GPU.
+--streams streams of --ctx tokens: as chains, and as draft trees, whose keys the invariant mode copies (with --spec-method ddtree).
+Then texts of --prompts prompts, with and without draft trees, in the invariant mode: all must be equal. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -43,22 +44,33 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CTX, TOKEN, COMPANIES = 150, 77, 2
 PAGES_EACH = 8  # of 64: room for a chunk of 256 after nothing, or one token after 150
 PROMPTS = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "heldout_prompts.json"
-TEXTS = {"greedy": SamplingParams(temperature=0.0, max_tokens=48), "seeded": SamplingParams(temperature=0.8, top_p=0.95, max_tokens=48)}
+TEXTS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=48, logprobs=0),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.95, max_tokens=48, logprobs=0),
+}
+Said = list[tuple[int, float]]  # of a text: tokens and their log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket's record: places and companies compared, those whose bits were equal, times of the full graph."""
+    """One bucket's record: places and companies compared, those whose bits were equal, times of the full graph over chains and
+    over draft trees (None where none are verified)."""
 
     M: int
     compared: int
     equal: int
     us: float
     fastest_us: float
+    tree_us: float | None = None
+    tree_fastest_us: float | None = None
 
     @property
     def cost(self) -> float:
         return self.us / self.fastest_us - 1
+
+    @property
+    def tree_cost(self) -> float | None:
+        return self.tree_us / self.tree_fastest_us - 1 if self.tree_us and self.tree_fastest_us else None
 
 
 def places(rows: int) -> Iterator[int]:
@@ -112,20 +124,21 @@ def open_config(args: argparse.Namespace, source: loading.Source, invariant: boo
     return loading.fit_config(config, source, "bfloat16", "cuda")
 
 
-def times(worker: CudaWorker, args: argparse.Namespace) -> dict[int, float]:
-    """Microseconds of each bucket's graph, full, every row's token wanted."""
+def times(worker: CudaWorker, args: argparse.Namespace, trees: bool = False) -> dict[int, float]:
+    """Microseconds of each bucket's graph, full, every row's token wanted. trees: its rows are draft trees, not chains."""
     limits = worker.limits
-    audit = worker.audit(Probe(args.streams, args.ctx, limits.vocab_size, limits.num_pages, limits.page_size), ops=False)
+    deepest = limits.draft_depth if trees else 0
+    audit = worker.audit(Probe(args.streams, args.ctx, limits.vocab_size, limits.num_pages, limits.page_size, deepest), ops=False)
     return {p.rows: p.us for p in audit.programs if p.kind == "step" and p.out_rows == p.rows and p.us is not None}
 
 
-def texts(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """Tokens of all requests, run together."""
-    found: dict[str, list[int]] = {request.id: [] for request in requests}
+def texts(engine: Engine, requests: Sequence[Request]) -> list[Said]:
+    """What all requests got, run together."""
+    found: dict[str, Said] = {request.id: [] for request in requests}
     open_ids = set(found)
 
     def take(emission: Emission) -> None:
-        found[emission.id].extend(emission.tokens)
+        found[emission.id].extend((one.token, one.logprob) for one in emission.logprobs or ())
         if emission.finish is not None:
             open_ids.discard(emission.id)
 
@@ -143,7 +156,8 @@ def prompts_of(path: Path, tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 
 def compare_texts(worker: CudaWorker, config: EngineConfig, source: loading.Source, count: int) -> dict[str, dict[str, int]]:
-    """For each way to sample: prompts, and those whose text with draft trees is not the plain one."""
+    """For each way to sample: prompts, those whose text with draft trees is not the plain one, and those of which any token has a
+    log-probability of other bits."""
     tokenizer = Tokenizer.load(source.path)
     prompts = prompts_of(source.path, tokenizer, count)
 
@@ -158,8 +172,13 @@ def compare_texts(worker: CudaWorker, config: EngineConfig, source: loading.Sour
         requests = [Request(str(i), np.asarray(p, np.int32), params, seed=1000 + i) for i, p in enumerate(prompts)]
         plain = texts(engine(NoSpeculation()), requests)
         drafted = texts(engine(TreeSpeculation(worker, SpeculativeConfig(tree_budget=16))), requests)
-        found[name] = {"prompts": len(prompts), "different": sum(a != b for a, b in zip(plain, drafted, strict=True))}
+        found[name] = {"prompts": len(prompts), "different": differing(plain, drafted, 1), "other_bits": differing(plain, drafted, 2)}
     return found
+
+
+def differing(plain: Sequence[Said], drafted: Sequence[Said], columns: int) -> int:
+    """Texts that differ in the first columns of what was said: tokens alone, or log-probabilities too."""
+    return sum([x[:columns] for x in a] != [x[:columns] for x in b] for a, b in zip(plain, drafted, strict=True))
 
 
 def run(args: argparse.Namespace) -> tuple[list[Bucket], dict[str, dict[str, int]]]:
@@ -167,19 +186,22 @@ def run(args: argparse.Namespace) -> tuple[list[Bucket], dict[str, dict[str, int
     source = loading.open_source(model_of(args), speculative, LoadConfig.parse(args.load_format, args.hf_overrides))
     worker = open_worker(args, source, speculative, invariant=True)
     said = {}
-    if source.drafter and args.prompts:
+    trees = speculative.method == "ddtree"
+    if trees and args.prompts:
         said = compare_texts(worker, open_config(args, source, True), source, args.prompts)
     prepare(worker, np.random.default_rng(3))
     want = row_bits(worker, 1, 0, 0)
     if not np.isfinite(want).all():
         raise RuntimeError("the row that all others are compared with is not finite")
     seen = {rows: compare(worker, rows, want) for rows in SIZES}
-    own = times(worker, args)
+    own = times(worker, args), times(worker, args, trees=True) if trees else {}
     worker.close()
     del worker
     gc.collect()  # its weights make room for the other's
-    fastest = times(open_worker(args, source, speculative, invariant=False), args)
-    return [Bucket(rows, *seen[rows], own[rows], fastest[rows]) for rows in SIZES], said
+    other = open_worker(args, source, speculative, invariant=False)
+    fastest = times(other, args), times(other, args, trees=True) if trees else {}
+    found = [(rows, *seen[rows], own[0][rows], fastest[0][rows], own[1].get(rows), fastest[1].get(rows)) for rows in SIZES]
+    return [Bucket(*one) for one in found], said
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -188,7 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("invariance")
     group.add_argument("--ctx", type=int, default=512, help="committed tokens of each stream that is timed (default 512)")
     group.add_argument("--streams", type=int, default=8, help="streams that share a bucket (default 8)")
-    group.add_argument("--prompts", type=int, default=200, help="texts that are compared, 0: none (default 200)")
+    group.add_argument("--prompts", type=int, default=200, help="texts that are compared, 0: none (default 200; with --spec-method ddtree)")
     group.add_argument("--json", type=Path, help="append the records here")
     group.add_argument("--commit", default="", help="recorded where git is not at hand")
     return parser
@@ -201,19 +223,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{why}: invariance is a property of kernels on a GPU; nothing was run")
         return 2
     buckets, said = run(args)
-    print(f"{'M':>5}{'compared':>10}{'equal':>8}{'us':>10}{'fastest us':>12}{'cost':>8}")
+    print(f"{'M':>5}{'compared':>10}{'equal':>8}{'us':>10}{'fastest us':>12}{'cost':>8}{'trees us':>10}{'fastest us':>12}{'cost':>8}")
     for b in buckets:
-        print(f"{b.M:>5}{b.compared:>10}{b.equal:>8}{b.us:>10.1f}{b.fastest_us:>12.1f}{b.cost:>8.1%}")
+        line = f"{b.M:>5}{b.compared:>10}{b.equal:>8}{b.us:>10.1f}{b.fastest_us:>12.1f}{b.cost:>8.1%}"
+        print(line if b.tree_cost is None else f"{line}{b.tree_us:>10.1f}{b.tree_fastest_us:>12.1f}{b.tree_cost:>8.1%}")
     for name, counts in said.items():
-        print(f"{name}: {counts['different']} of {counts['prompts']} texts differ between draft trees and plain decoding")
+        print(
+            f"{name}: {counts['different']} of {counts['prompts']} texts differ between draft trees and plain decoding, "
+            f"{counts['other_bits']} in the bits of a log-probability"
+        )
     if args.json:
         common = {"schema": 1, "model": model_of(args), "hf_overrides": args.hf_overrides, "ctx": args.ctx, "streams": args.streams}
         common |= provenance(args.commit)
-        rows = [{"kind": "bucket", **asdict(b), "cost": b.cost, **common} for b in buckets]
+        rows = [{"kind": "bucket", **asdict(b), "cost": b.cost, "tree_cost": b.tree_cost, **common} for b in buckets]
         rows += [{"kind": "texts", "sampling": name, **counts, **common} for name, counts in said.items()]
         with args.json.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-    return 0 if all(b.equal == b.compared for b in buckets) else 1
+    exact = not any(counts["other_bits"] for counts in said.values())
+    return 0 if exact and all(b.equal == b.compared for b in buckets) else 1
 
 
 if __name__ == "__main__":

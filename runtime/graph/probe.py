@@ -1,4 +1,4 @@
-"""Plans that fill a bucket, to time it: streams of equal length, chains of rows, greedy."""
+"""Plans that fill a bucket, to time it: streams of equal length, chains or trees of rows, greedy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from runtime.tree import chain_bits
+from runtime.tree import chain_bits, forest_bits
 from runtime.types import I32, DraftPlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """streams sequences of ctx committed tokens each; their pages start over where there are too few (then they share slots)."""
+    """streams sequences of ctx committed tokens each; their pages start over where there are too few (then they share slots).
+    deepest: of the draft trees that their rows are; 0: chains."""
 
     streams: int
     ctx: int
     vocab: int
     num_pages: int
     page_size: int
+    deepest: int = 0
 
     def pages(self, streams: int, positions: int) -> I32:
         """[B, P], page 0 left out."""
@@ -33,7 +35,8 @@ class Probe:
         token = (np.arange(rows, dtype=np.int64) * 7919 % self.vocab).astype(np.int32)
         wanted = np.arange(rows - min(out_rows, rows), rows, dtype=np.int32)
         pages = self.pages(streams, self.ctx + int(counts.max()))
-        return chains(counts, np.full(streams, self.ctx, np.int32), token, pages, self.page_size, wanted)
+        plan = chains(counts, np.full(streams, self.ctx, np.int32), token, pages, self.page_size, wanted)
+        return trees(plan, counts, self.deepest) if self.deepest else plan
 
     def draft(self, streams: int, taps: int) -> DraftPlan:
         """A plan of that many roots and taps."""
@@ -83,6 +86,14 @@ def chains(counts: I32, ctx: I32, token: I32, pages: I32, page_size: int, out_ro
         mask_rows=np.zeros(0, np.int32),
         masks=np.zeros((0, 0), np.uint32),
     )
+
+
+def trees(plan: StepPlan, counts: I32, deepest: int) -> StepPlan:
+    """The same rows as draft trees: one line down to `deepest`, all further nodes below those of the line in turn."""
+    parents = [[j - 1 if j <= deepest else (j - deepest - 1) % deepest for j in range(count)] for count in counts.tolist()]
+    bits = forest_bits([np.array(one, np.int32) for one in parents], plan.ancestors.shape[1])
+    depth = np.bitwise_count(bits).sum(1, dtype=np.int32) - 1
+    return replace(plan, ancestors=bits, pos=plan.ctx[plan.seq] + depth)
 
 
 def empty_plans() -> tuple[StepPlan, DraftPlan]:

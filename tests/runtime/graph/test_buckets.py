@@ -48,6 +48,19 @@ def test_a_probe_fills_its_bucket(rows, out):
     assert sum(seen) == int((plan.pos - 37 + 1).sum())
 
 
+@pytest.mark.parametrize(("rows", "deepest"), [(1, 3), (40, 3), (140, 7)])
+def test_a_probes_trees(rows, deepest):
+    """Other ancestors and positions than chains have, the rest the same."""
+    given = {"streams": 2, "ctx": 37, "vocab": 99, "num_pages": 50, "page_size": 16}
+    chain, tree = Probe(**given).step(rows, rows), Probe(**given, deepest=deepest).step(rows, rows)
+    depth = tree.pos - tree.ctx[tree.seq]
+    seen = np.unpackbits(tree.ancestors.view(np.uint8), axis=1, bitorder="little")
+    node = np.arange(rows) - tree.row0[tree.seq]
+    assert depth.max() == min(deepest, rows - 1) and (seen.sum(1) == depth + 1).all() and seen[np.arange(rows), node].all()
+    assert seen[:, 0].all() and (depth[1:] != node[1:]).sum() == max(0, rows - 2 * (deepest + 1))
+    assert (tree.slot == chain.slot).all() and (tree.token == chain.token).all()
+
+
 def test_a_probes_drafts_and_keys():
     probe = Probe(streams=4, ctx=10, vocab=99, num_pages=9, page_size=16)
     plan = probe.draft(2, 3)

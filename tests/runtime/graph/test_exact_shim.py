@@ -11,7 +11,7 @@ from runtime.kernels_cu.tree_paths import PathPages
 from runtime.speculate import NoSpeculation
 from runtime.types import Request, SamplingParams
 from tests.plans import make_plan, page_table
-from tests.runtime.graph.worlds import PAGE, VOCAB, Pair, tiny_model
+from tests.runtime.graph.worlds import PAGE, VOCAB, Pair, bits_of, tiny_model
 from tests.worlds import Got, RandomTrees, run
 
 ROWS, TOKENS = 12, 9
@@ -46,10 +46,6 @@ def requests_for(params: SamplingParams) -> list[Request]:
     return [Request(str(i), rng.integers(3, VOCAB, n).astype(np.int32), params, seed=5 + i) for i, n in enumerate((13, 60))]
 
 
-def said(got: dict[str, Got]) -> dict[str, list[tuple]]:
-    return {key: [(t.token, t.logprob, t.rank_ids, t.rank_logprobs) for t in one.logprobs] for key, one in got.items()}
-
-
 def generate(pair: Pair, params: SamplingParams) -> tuple[dict[str, Got], dict[str, Got]]:
     """(plain, with random trees that are often right)."""
     requests = requests_for(params)
@@ -61,14 +57,14 @@ def generate(pair: Pair, params: SamplingParams) -> tuple[dict[str, Got], dict[s
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_trees_change_no_bit_of_a_generation(pair, sampling):
     plain, drafted = generate(pair, SAMPLING[sampling])
-    assert said(drafted) == said(plain)
+    assert bits_of(drafted) == bits_of(plain)
     assert sum(got.accepted for got in drafted.values()) >= 4
 
 
 def test_mutation_without_private_pages_bits_differ(path, shim, monkeypatch):
     monkeypatch.setattr(cuda_worker, "check_plan", lambda plan, paths: None)
     plain, drafted = generate(make(path, shim, None), SAMPLING["greedy"])
-    assert said(drafted) != said(plain)
+    assert bits_of(drafted) != bits_of(plain)
 
 
 def test_trees_without_private_pages_are_refused(path, shim):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime import LLM, SamplingParams, sampling
+from runtime import LLM, SamplingParams, cuda_worker, loading, sampling
 from runtime.config import SpeculativeConfig
 from runtime.graph.driver import Listed
 from runtime.graph.probe import Probe
@@ -23,6 +23,7 @@ from tests.compare import check_bitwise
 from tests.device_plans import poison
 from tests.runtime.graph.device_worlds import DeviceWorld, open_world, requests_for, state
 from tests.runtime.graph.test_experts_shim import hit_by_layer
+from tests.runtime.graph.worlds import bits_of
 from tests.worlds import Got, run
 from tools.bench_invariance import compare, prepare, row_bits
 from tools.gpu_memory import company
@@ -187,6 +188,32 @@ def test_mutation_another_past_has_other_bits(invariant):
         prepare(worker, np.random.default_rng(seed))
         found.append(row_bits(worker, 8, 3, 0))
     assert not np.array_equal(*found)
+
+
+def plain_and_drafted(world: DeviceWorld, params: SamplingParams, count: int) -> tuple[dict[str, Got], dict[str, Got]]:
+    """The same requests without drafts, and with trees of 16 nodes in steps that hold other streams' prompts, too."""
+    requests = requests_for(world.prompts(count), params)
+    trees = TreeSpeculation(world.worker, SpeculativeConfig(tree_budget=16))
+    return run(world.engine(NoSpeculation()), requests), run(world.engine(trees), requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_invariant_trees_change_no_bit_of_a_text(invariant, temperature):
+    """Tokens and log-probabilities of 96 texts: no near-tie is left to explain."""
+    params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=48, logprobs=2)
+    plain, drafted = plain_and_drafted(invariant, params, 96)
+    want, got = bits_of(plain), bits_of(drafted)
+    different = [key for key in want if got[key] != want[key]]
+    assert not different, f"{len(different)} of 96 differ, {different[0]}: {got[different[0]]}, plain {want[different[0]]}"
+    assert sum(g.accepted for g in drafted.values()) > 0.1 * sum(len(g.tokens) for g in plain.values())
+
+
+def test_mutation_without_private_pages_bits_differ(monkeypatch):
+    monkeypatch.setattr(loading, "path_pages", lambda *_: None)
+    monkeypatch.setattr(cuda_worker, "check_plan", lambda *_: None)
+    world = open_world((1, 16, 64, 256), batch_invariant=True)
+    plain, drafted = plain_and_drafted(world, SamplingParams(temperature=0.0, max_tokens=48, logprobs=2), 32)
+    assert bits_of(drafted) != bits_of(plain)
 
 
 def test_the_public_way_and_the_definitions_text():

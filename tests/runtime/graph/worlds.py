@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from runtime.types import SamplingParams
 from runtime.worker import Limits, Worker
 from tests.shim_device import ShimDevice
 from tests.twin import bind
+from tests.worlds import Got
 
 SIZES = {
     "hidden_size": 64, "num_attention_heads": 2, "q_lora_rank": 32, "intermediate_size": 64, "moe_intermediate_size": 32,
@@ -31,6 +33,11 @@ SIZES = {
     "draft_num_key_value_heads": 1, "draft_intermediate_size": 64, "draft_block_size": 4,
 }  # fmt: skip
 VOCAB, DEPTH, PAGE = SIZES["vocab_size"], SIZES["draft_block_size"] - 1, 16
+
+
+def bits_of(got: Mapping[str, Got]) -> dict[str, list[tuple[Any, ...]]]:
+    """What was said for each request, log-probabilities included: floats compare by their bits here, for none is NaN or -0."""
+    return {key: [(t.token, t.logprob, t.rank_ids, t.rank_logprobs) for t in one.logprobs] for key, one in got.items()}
 
 
 def tiny_model(folder: Path) -> Path:
