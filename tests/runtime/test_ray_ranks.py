@@ -12,7 +12,10 @@ import pytest
 from model.tiny import make_tiny
 from runtime import loading
 from runtime.api import LLM
-from runtime.processes import ProcessRanks, RankFailed
+from runtime.lives import RankFailed
+from runtime.pipeline import Pipeline
+from runtime.processes import ProcessRanks
+from runtime.ray_ranks import RayStages
 from runtime.types import SamplingParams
 
 HAVE_RAY = importlib.util.find_spec("ray") is not None
@@ -78,6 +81,60 @@ def test_a_dead_actor_ends_the_group(tiny: str, loopback: None) -> None:
 
 
 @needs_ray
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_stages_give_the_text_of_one(tiny: str, loopback: None, tp: int) -> None:
+    """Every rank but the first is an actor; one placement group holds a bundle for each stage."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    want = texts(LLM(tiny, max_model_len=128, tensor_parallel_size=tp))
+    llm = LLM(tiny, max_model_len=128, tensor_parallel_size=tp, pipeline_parallel_size=2, distributed_executor="ray")
+    assert texts(llm) == want
+    (group,) = [g for g in placement_group_table().values() if g["state"] == "CREATED"]
+    assert [bundle["CPU"] for bundle in group["bundles"].values()] == [tp, tp]
+    assert len(ray.util.list_named_actors()) == 0 and ray.available_resources().get("CPU", 0.0) == 4 - 2 * tp
+    executor = llm.loaded.engine._cycle._executor
+    assert isinstance(executor, Pipeline)
+    executor.close()
+    end = time.monotonic() + 20
+    while ray.available_resources().get("CPU") != 4:
+        assert time.monotonic() < end, "the placement group was not given back"
+        time.sleep(0.1)
+
+
+@needs_ray
+def test_a_dead_stage_ends_the_others(tiny: str, loopback: None) -> None:
+    import ray
+
+    llm = LLM(tiny, max_model_len=128, pipeline_parallel_size=2, distributed_executor="ray")
+    executor = llm.loaded.engine._cycle._executor
+    assert isinstance(executor, Pipeline)
+    ray.kill(executor._lives._peers._actors[1])
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="failed"):
+        llm.generate(PROMPTS, GREEDY)
+    assert time.monotonic() - begun < 10
+    assert "stage 1 " in str(executor.trouble())
+
+
+@needs_ray
+def test_devices_are_counted_by_host_and_stages_spread_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which GPU a stage begins with, where two of three stages share a host; and one host each where there are enough."""
+    import ray
+
+    placing = importlib.import_module("ray.util.placement_group")
+    asked: list[str] = []
+    monkeypatch.setattr("runtime.ray_ranks.join_cluster", lambda: ray)
+    monkeypatch.setattr("runtime.ray_ranks._node_address", lambda ray: "10.0.0.1")
+    monkeypatch.setattr("runtime.ray_ranks.reserve", lambda ray, bundles, strategy, name: asked.append(strategy))
+    monkeypatch.setattr(placing, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a", 1: "b", 2: "a"}})
+    for hosts, strategy in ((2, "PACK"), (3, "STRICT_SPREAD")):
+        monkeypatch.setattr(ray, "nodes", lambda hosts=hosts: [{"Alive": True}] * hosts + [{"Alive": False}])
+        assert RayStages(3, 4, "cuda").devices == [0, 0, 4]
+        assert asked[-1] == strategy
+
+
+@needs_ray
 def test_a_group_that_does_not_fit_is_refused(tiny: str, loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.ray_ranks.PLACE_S", 1.0)
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -86,6 +143,8 @@ def test_a_group_that_does_not_fit_is_refused(tiny: str, loopback: None, monkeyp
     held.wait(10)
     with pytest.raises(RankFailed, match="Ray has not placed 2 ranks"):
         LLM(tiny, max_model_len=128, tensor_parallel_size=2, distributed_executor="ray")
+    with pytest.raises(RuntimeError, match=r"Ray has not placed 2 stages of {'CPU': 1, 'node:.*': 0.001} \(PACK\) within 1 s"):
+        LLM(tiny, max_model_len=128, pipeline_parallel_size=2, distributed_executor="ray")
     remove_placement_group(held)
 
 
