@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from runtime.kernels_cu import record_attention
+from runtime.kernels_cu import tree_mla as family
 from runtime.kernels_cu._build import ARCHITECTURES, build, nvrtc_version
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.backend import CudaBackend
-from runtime.kernels_cu.tree_mla_config import VALUE, WIDTH
+from runtime.kernels_cu.tree_mla_config import VALUE, WIDTH, Config
 from runtime.kernels_cu.tree_paths import SOURCE, PathPages, check_plan
 from runtime.kernels_np import mla
 from runtime.ops import OPS
@@ -48,6 +50,7 @@ class World:
     parents: list[list[int]]
     ctx: list[int]
     seed: int = 0
+    kind: type[ShimDevice] = ShimDevice
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -60,7 +63,7 @@ class World:
         self.plain_pages = first + np.arange(m * self.plain_each, dtype=np.int32).reshape(m, self.plain_each)
         self.slots = (int(self.plain_pages.max()) + 1) * self.page
         self.q = (0.25 * rng.standard_normal((m, HEADS, WIDTH)) * (1 + 4 * (rng.random((m, HEADS, 1)) > 0.8))).astype(bf16)
-        self.device = ShimDevice(self.get)
+        self.device = self.kind(self.get)
         self.ops = CudaBackend(self.device, invariant=True)
         self.paths = PathPages(m + 3, DEEPEST, self.page)
         self.cache = self.ops.latent_cache(LAYERS, self.slots, WIDTH, self.paths)
@@ -142,10 +145,10 @@ TREES = {  # page, rows of each sequence (0: a chain), committed tokens
 }
 
 
-def world_of(get: object, name: str, seed: int = 0) -> World:
+def world_of(get: object, name: str, seed: int = 0, kind: type[ShimDevice] = ShimDevice) -> World:
     page, nodes, ctx = TREES[name]
     rng = np.random.default_rng(100 + seed)
-    return World(get, page, [random_tree(rng, n) if n else CHAIN for n in nodes], ctx, seed)
+    return World(get, page, [random_tree(rng, n) if n else CHAIN for n in nodes], ctx, seed, kind)
 
 
 @pytest.fixture
@@ -178,6 +181,34 @@ def test_random_trees(shim, page, seed):
     nodes = [int(n) for n in rng.integers(1, 20, count)]
     ctx = [int(c) for c in rng.integers(0, (20, 200)[seed % 2], count)]
     World(shim, page, [random_tree(rng, n) for n in nodes], ctx, seed).check()
+
+
+class Hopper(ShimDevice):
+    """A shim whose attention is built for wgmma and the copy engine."""
+
+    arch = "sm_90a"
+
+    def functions(self, source, defines, entries):
+        if not source.startswith("tree_mla"):
+            return super().functions(source, defines, entries)
+        library = self._get("mla_run_entry.cu", dict(defines))
+        return {name: getattr(library, f"run_{name}") for name in entries}
+
+
+class Map(ctypes.Structure):
+    """The shim's TensorMap."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "box_rows", "columns", "row_bytes"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [Config(octets=1, slots=27, ahead=9), Config(octets=8, slots=18, rows=True)], ids=["columns", "rows"])
+@pytest.mark.parametrize("name", TREES)
+def test_on_hopper(shim, fine, monkeypatch, config, name):
+    """Private pages lie behind the last layer and still within what the copy engine's map of a layer reaches."""
+    monkeypatch.setattr(family, "tensor_map", lambda at, rows, columns, row_bytes, box: Map(at, rows, box, columns, row_bytes))
+    monkeypatch.setattr(record_attention, "default_config", lambda dims, arch, hw, chunk: replace(config, chunk=chunk))
+    world_of(shim, name, kind=Hopper).check()
 
 
 def test_a_chain_costs_no_copy(shim):
