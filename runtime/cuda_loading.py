@@ -14,6 +14,7 @@ from typing import Any
 
 from model import dflash, kimi_k26
 from model.bound import BoundModel, Drafter
+from model.stages import Stage
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cuda_worker import CudaWorker
 from runtime.graph.driver import CudaDriver, Driver
@@ -21,6 +22,7 @@ from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.tree_paths import PathPages
 from runtime.plan import PlanLayout
 from runtime.shared_comm import SharedComm
+from runtime.stage_comm import StageHost
 from runtime.worker import Limits
 
 LOG = logging.getLogger(__name__)
@@ -118,6 +120,17 @@ def join_peers(driver: CudaDriver, backend: CudaBackend, host: SharedComm, hidde
     return comm
 
 
+def join_stages(driver: CudaDriver, backend: CudaBackend, host: StageHost, hidden: int, lost: Callable[[], str | None]) -> Any:
+    """The way to the same rank's GPU in the stages before and after; all ranks of all stages call this. lost: what `join_peers`
+    watches besides."""
+    from runtime.kernels_cu.peers_cuda import open_line
+    from runtime.kernels_cu.stage_peers import DeviceNeighbours
+
+    line, before = open_line(backend, host.column(), hidden), driver.peers
+    driver.peers = lambda: (before() if before else None) or lost() or line.failure()
+    return DeviceNeighbours(backend, line)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A model's weights on a device, before it has a cache."""
@@ -127,17 +140,20 @@ class Parts:
     drafter: dflash.Config | None
     drafter_weights: dflash.Weights | None
     last_position: int
+    near: Any = None  # the stages before and after, `runtime.kernels_cu.stage_peers`
+    taps: tuple[int, ...] = ()  # what a drafter there wants
 
     def bind(self, backend: CudaBackend, pages: int, page_size: int, paths: PathPages | None = None) -> tuple[BoundModel, list[int]]:
         """The model over new caches of that many pages, and the caches' addresses. paths: private pages besides."""
         slots, drafter = pages * page_size, None
-        cache = backend.latent_cache(self.target.layers, slots, self.target.cache_width, paths)
+        cache = backend.latent_cache(len(self.weights.layers), slots, self.target.cache_width, paths)
         made = [cache.address]
         if self.drafter and self.drafter_weights:
             own = dflash.make_cache(backend, self.drafter, slots)
             drafter = Drafter(self.drafter, self.drafter_weights, own)
             made += [own.k.address, own.v.address]  # type: ignore[attr-defined]  # device arrays
-        return BoundModel(self.target, self.weights, cache, page_size, self.last_position, drafter), made  # type: ignore[arg-type]
+        bound = BoundModel(self.target, self.weights, cache, page_size, self.last_position, drafter, self.near, self.taps)  # type: ignore[arg-type]
+        return bound, made
 
 
 def load_parts(
@@ -148,17 +164,22 @@ def load_parts(
     progress: Callable[[str], None] = lambda _: None,
     rank: int = 0,
     world: int = 1,
+    stage: Stage | None = None,
+    near: Any = None,
 ) -> Parts:
-    """Uploads a rank's share of the weights of a `runtime.loading.Source`."""
+    """Uploads a rank's share of the weights of a `runtime.loading.Source`, or of a stage's layers. near: the stages around it."""
     reach = limits.max_positions + limits.max_rows  # draft nodes and block slots may lie past the context
-    weights = kimi_k26.load(source.checkpoint, source.target, backend, rank, world, reach, progress)
+    weights = kimi_k26.load(source.checkpoint, source.target, backend, rank, world, reach, progress, stage)
     drafter_weights = None
+    taps = source.drafter.taps if source.drafter else ()
+    if stage is not None and not stage.heads:
+        return Parts(source.target, weights, None, None, reach - 1, near, taps)
     if source.drafter and source.drafter_checkpoint:
         factor = speculative.draft_rope_attention_factor
         drafter_weights = dflash.load(source.drafter_checkpoint, source.drafter, backend, reach, factor, rank, world)
         progress("drafter")
     drafter = source.drafter.part(world) if source.drafter else None
-    return Parts(source.target, weights, drafter, drafter_weights, reach - 1)
+    return Parts(source.target, weights, drafter, drafter_weights, reach - 1, near, taps)
 
 
 def make_cuda_worker(

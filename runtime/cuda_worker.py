@@ -24,7 +24,7 @@ from runtime.kernels_cu.sample import check_tables
 from runtime.kernels_cu.tree_paths import check_plan
 from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan
 from runtime.types import MAX_LOGPROBS, Array, DraftLogits, DraftPlan, StepPlan, StepResult
-from runtime.worker import Limits
+from runtime.worker import Limits, undrawn
 
 DEADLINE_S = 120.0
 _NUMBERS = 1 << 32  # of launches; they wrap
@@ -58,7 +58,7 @@ class CudaWorker:
         top = min(MAX_LOGPROBS, limits.vocab_size)
         self._layout, self._plan = layout, StepFields(driver, layout)
         self._fields: list[Fields] = [self._plan]
-        results = Results(driver, limits.max_rows, result_columns(top))
+        results = Results(driver, limits.max_rows, result_columns(top) if model.draws else {})
         outs = [(rows, out) for rows in self.sizes for out in out_sizes(rows, seqs)]
         self._steps = Programs("step", outs, driver, lambda rows, out: recording.step(self._plan, results, rows, out, top))
         self.kinds = [self._steps]
@@ -121,6 +121,9 @@ class CudaWorker:
         step_us = (time.perf_counter() - start) * 1e6
         self._stepped = True
         read, wanted = program.results.read, wanted_alternatives(plan.logprobs)
+        experts = program.results.experts / program.counted if program.counted else 0.0
+        if not program.results.columns:
+            return undrawn(step_us, experts)
         none = np.zeros((rows, 0))
         return StepResult(
             target=read("target", rows),
@@ -129,7 +132,7 @@ class CudaWorker:
             top_ids=read("top_ids", rows)[:, :wanted] if wanted else none.astype(np.int32),
             top_logp=read("top_logp", rows)[:, :wanted] if wanted else none.astype(np.float32),
             step_us=step_us,
-            experts=program.results.experts / program.counted if program.counted else 0.0,
+            experts=experts,
         )
 
     def draft(self, plan: DraftPlan) -> DraftLogits:

@@ -25,7 +25,7 @@ from model.weights import Checkpoint
 from runtime.checked import CheckedBackend
 from runtime.comm import Comm, Neighbours, SoloComm
 from runtime.config import AUTO, DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
-from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, load_parts, make_cuda_worker, open_driver, path_pages
+from runtime.cuda_loading import BATCHED_TOKENS, BLOCK_SIZE, join_peers, join_stages, load_parts, make_cuda_worker, open_driver, path_pages
 from runtime.cuda_worker import CudaWorker
 from runtime.env import load_env
 from runtime.executor import Executor
@@ -40,7 +40,7 @@ from runtime.processes import CapturedRanks, Meeting, ProcessRanks
 from runtime.ray_ranks import RayPeers
 from runtime.shared_comm import SharedComm
 from runtime.spawn import RankJob, SpawnedPeers
-from runtime.stage_comm import HostNeighbours, StagePlace
+from runtime.stage_comm import HostNeighbours, StageHost, StagePlace
 from runtime.types import SamplingParams
 from runtime.worker import Limits, Worker
 
@@ -110,10 +110,11 @@ def _open_checkpoint(file: Path, weights: LoadConfig) -> Checkpoint | DummyCheck
     return checkpoint
 
 
-def bytes_per_token(source: Source, itemsize: int, tp: int = 1) -> int:
-    """Cache bytes a token takes on a rank: the target's latents and its share of the drafter's context keys and values."""
-    own = source.target.layers * source.target.cache_width
-    if source.drafter:
+def bytes_per_token(source: Source, itemsize: int, tp: int = 1, stage: Stage | None = None) -> int:
+    """Cache bytes a token takes on a rank: the target's latents, of a stage's layers, and its share of the drafter's context keys and
+    values, which the last stage holds."""
+    own = (len(stage.layers) if stage else source.target.layers) * source.target.cache_width
+    if source.drafter and (stage is None or stage.heads):
         drafter = source.drafter.part(tp)
         own += 2 * drafter.layers * drafter.kv_heads * drafter.head_dim
     return own * itemsize
@@ -195,7 +196,7 @@ def make_rank(
 ) -> Executor:
     """One rank, loaded: on the CPU or the GPU of its number. host: how it reaches the others of its stage; None: it is the only one."""
     if backend == "cuda":
-        return make_gpu_executor(source, config, speculative, progress, host=host)
+        return make_gpu_executor(source, config, speculative, progress, host=host, place=place)
     stage, near = stage_of(source, place), HostNeighbours(place, host) if place else None
     limits = limits_of(source, config, speculative)
     return make_worker(source, limits, speculative, activations, host or SoloComm(), progress, stage, near)
@@ -213,17 +214,26 @@ def make_gpu_executor(
     progress: Callable[[str], None],
     driver: CudaDriver | None = None,
     host: SharedComm | None = None,
+    place: StagePlace | None = None,
 ) -> CudaWorker:
-    """One rank on a GPU (driver; None: the one of its number)."""
+    """One rank on a GPU (driver; None: the one of its number, counted from its stage's first)."""
     rank, world = (host.rank, host.world) if host else (0, 1)
-    driver = driver or open_driver(config.enforce_eager, rank)
+    driver = driver or open_driver(config.enforce_eager, rank + (place.device if place else 0))
     backend = CudaBackend(driver.device, config.batch_invariant)
     comm = join_peers(driver, backend, host, source.target.hidden) if host else SoloComm()
     limits = limits_of(source, _with_pages(source, config), speculative)
     paths = path_pages(config, limits, speculative)
-    parts = load_parts(source, backend, limits, speculative, progress, rank, world)
-    layout, least = plan_layout(config, limits), host.least if host else int
-    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, bytes_per_token(source, 2, world), least, paths)
+    stage, least, near = stage_of(source, place), host.least if host else int, None
+    if place:
+        everybody = StageHost(place, host)
+        near, least = join_stages(driver, backend, everybody, source.target.hidden, place.lost), everybody.least
+    parts = load_parts(source, backend, limits, speculative, progress, rank, world, stage, near)
+    if stage and not stage.heads:
+        limits = dataclasses.replace(limits, draft_depth=0)
+    if place:
+        least(0)  # the first launches meet all stages, whose loading may differ by more than a step may take
+    layout, token_bytes = plan_layout(config, limits), bytes_per_token(source, 2, world, stage)
+    return make_cuda_worker(parts, driver, backend, comm, limits, layout, config, token_bytes, least, paths)
 
 
 def _with_pages(source: Source, config: EngineConfig) -> EngineConfig:

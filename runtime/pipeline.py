@@ -56,6 +56,10 @@ class StageLives(Lives):
         self.more: list[Link] = []  # hidden states
         super().__init__(peers, range(1, stages), "stage")
 
+    def lost(self) -> str | None:
+        """Why some stage will not answer, None while all are there."""
+        return self.story or next(filter(None, (link.lost() for link in self.links)), None)
+
     def say_stop(self) -> None:
         for link in self.links:
             with contextlib.suppress(StageLost):
@@ -103,8 +107,7 @@ class Pipeline:
         """Why no further step can succeed, or None."""
         lives = self._lives
         if lives.story is None and not lives.stopping:
-            found = self._own.trouble() if isinstance(self._own, Watched) else None
-            lost = found or next(filter(None, (link.lost() for link in lives.links)), None)
+            lost = (self._own.trouble() if isinstance(self._own, Watched) else None) or lives.lost()
             if lost is not None and lives.story is None:
                 lives.settle(SETTLE_S)
                 lives.fail(lost)
@@ -128,7 +131,7 @@ class Pipeline:
                 lives.fail(str(lost))
                 raise RankFailed(lives.story) from lost
             except BaseException as error:
-                if any(link.lost() for link in lives.links):  # this stage's failure may be another's
+                if lives.lost():  # this stage's failure may be another's
                     lives.settle(SETTLE_S)
                 lives.fail(str(error) if isinstance(error, RankFailed) else f"stage 0 failed: {type(error).__name__}: {error}")
                 raise

@@ -23,7 +23,8 @@ Exchange = Callable[[bytes], Sequence[bytes]]  # a leader's bytes -> every leade
 class StagePlace:
     """Where a rank's stage stands: number of count; device: of the stage's first rank on its host.
 
-    A leader's hold how it reaches the others: `exchange` while all load, `before` and `after` for steps on a CPU.
+    A leader's hold how it reaches the others: `exchange` while all load, `before` and `after` for steps on a CPU; lost: why no other
+    stage will answer any more, None while all are there.
     """
 
     number: int
@@ -32,6 +33,7 @@ class StagePlace:
     exchange: Exchange | None = None
     before: Link | None = None
     after: Link | None = None
+    lost: Callable[[], str | None] = lambda: None
 
 
 class HostNeighbours:
@@ -80,7 +82,7 @@ class StageHost:
         return Column(self, self._place.number, self._place.count, self.rank % self._tp, self._tp)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Column:
     """One rank of each stage: whom this one sends to and receives from."""
 

@@ -112,7 +112,7 @@ def make_executor(
         told = what_is_told(source, jobs[0])
         hellos = _meet(listener, stages, at.token, told, config.step_deadline_s, lives)
         after = _chain(lives, hellos, at.token, config.step_deadline_s) if backend == "numpy" else None
-        place = StagePlace(0, stages, jobs[0].device, exchange_as_first(lives.links, lives.check), None, after)
+        place = StagePlace(0, stages, jobs[0].device, exchange_as_first(lives.links, lives.check), None, after, lives.lost)
         own = loading.make_executor(source, config, speculative, activations, tp, progress, backend, distributed, place, name)
         wait_ready(lives.links, lives.check)
     except BaseException as error:
@@ -170,7 +170,8 @@ class StageLeader:
             before, after = _neighbours(self._link, job, listener) if job.backend == "numpy" else (None, None)
         finally:
             listener.close()
-        place = StagePlace(job.stage, job.stages, job.device, exchange_as_other(self._link, job.stage, job.stages), before, after)
+        exchange = exchange_as_other(self._link, job.stage, job.stages)
+        place = StagePlace(job.stage, job.stages, job.device, exchange, before, after, self._link.lost)
         parts = (job.activations, job.world, lambda _: None, job.backend, distributed, place, job.group)
         try:
             self._executor = loading.make_executor(source, job.config, job.speculative, *parts)

@@ -79,7 +79,11 @@ class Recording:
         plan = view.plan
         with ops.recording(alive=plan.seq, live=fields.live):
             self._first(view)
-            logits, taps = self._model.step(ops, self._comm, plan)
+            passed = self._model.step(ops, self._comm, plan)
+            if passed is None:  # another stage goes on: there is nothing to draw
+                self._last(fields, results.call({}, live=fields.count("out_rows"), number=fields.number, unions=ops.unions))
+                return replace(self._program("step", rows, out_rows, results), counted=len(ops.unions))
+            logits, taps = passed
             columns = result_columns(top)
             made = {name: ops.buffer(f"result_{name}", (out_rows, c.width)[: 1 + c.asked], c.dtype) for name, c in columns.items()}
             self._comm.sample(ops, logits, plan.drawing, **made)

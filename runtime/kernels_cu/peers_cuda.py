@@ -46,7 +46,7 @@ class NcclGroup:
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connects all algorithms now, none in a capture
         from cupy.cuda import nccl
 
-        self._nccl = nccl
+        self._nccl, self._rank = nccl, host.rank
         mine = nccl.get_unique_id() if host.rank == 0 else bytes(128)
         self._comm = nccl.NcclCommunicator(host.world, host.gather_bytes(mine)[0], host.rank)
 
@@ -57,6 +57,16 @@ class NcclGroup:
 
     def all_gather(self, source: int, to: int, nbytes: int) -> Runnable:
         return _NcclCall(self._comm.allGather, (source, to, nbytes, self._nccl.NCCL_UINT8), f"nccl all_gather of {nbytes} bytes")
+
+    def send(self, address: int, nbytes: int) -> Runnable:
+        """To the next rank, which receives as much."""
+        args = (address, nbytes, self._nccl.NCCL_UINT8, self._rank + 1)
+        return _NcclCall(self._comm.send, args, f"nccl send of {nbytes} bytes")
+
+    def receive(self, address: int, nbytes: int) -> Runnable:
+        """From the rank before."""
+        args = (address, nbytes, self._nccl.NCCL_UINT8, self._rank - 1)
+        return _NcclCall(self._comm.recv, args, f"nccl receive of {nbytes} bytes")
 
     def failure(self) -> str | None:
         """NCCL's asynchronous error, if it has one."""
@@ -146,6 +156,20 @@ def open_peers(recorder: Recorder, host: Host, hidden: int) -> PeerComm:
 
     comm.failure = failure
     return comm
+
+
+def open_line(recorder: Recorder, column: Host, hidden: int) -> NcclGroup:
+    """This rank's connections to those of its number in the stages before and after; all ranks call it at the same time."""
+    group, device = NcclGroup(column), recorder.device
+    room = device.alloc(2 * hidden * WARM[-1])
+    for rows in WARM:  # a connection is made by the first call, which may not be a captured one
+        if column.rank:
+            group.receive(room, 2 * hidden * rows).run(device.stream)
+        if column.rank + 1 < column.world:
+            group.send(room, 2 * hidden * rows).run(device.stream)
+    device.synchronize()
+    device.free(room)
+    return group
 
 
 def time_ways(
