@@ -56,6 +56,13 @@ def test_without_peer_memory_everything_goes_the_large_way(shim: Any) -> None:
             comm.all_gather(x, out=out)
 
 
+@pytest.mark.parametrize(("invariant", "ways"), [(False, [ONE, TWO, LARGE, LARGE, LARGE]), (True, [ONE, TWO, TWO, TWO, LARGE])])
+def test_batch_invariant_sums_keep_to_rank_order_while_there_is_room(shim: Any, invariant: bool, ways: list[str]) -> None:
+    memory = PeerMemory(Config(2, rows=256), Ranks(0, [0, 0], 0, 0), 128)
+    comm = PeerComm(CudaBackend(ShimDevice(shim), invariant), 0, 2, Nothing(), memory, Thresholds(8, 64))
+    assert [comm._way(DeviceArray(0, (rows, 128), "bf16")) for rows in (8, 64, 65, 256, 257)] == ways
+
+
 def test_rows_of_another_width_are_refused(shim: Any) -> None:
     ops = CudaBackend(ShimDevice(shim))
     comm = PeerComm(ops, 0, 2, Nothing(), PeerMemory(Config(2), Ranks(0, [0, 0], 0, 0), 128))
