@@ -5,22 +5,26 @@ is then priced by replacing M in the counted calls. Assumptions, all on the opti
 the result is a floor: every operand moves once, at the machine's best rate; reading and computing
 overlap within an op and ops follow one another without a gap; each row sees its context and itself;
 experts are drawn uniformly and independently, E (1 - (1 - k/E)^M) distinct ones, unless `distinct`
-says otherwise (real tokens of one context route alike, so real unions are smaller).
+says otherwise (real tokens of one context route alike, so real unions are smaller). A pipeline's step is its stages' one after
+another; between two each rank sends its rows over an adapter of its own, NET_BPS and NET_US, which are assumed and not measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model import dflash, kimi_k26
 from model.kimi_k26 import Config
+from model.stages import Stage, stages_of
 from runtime.cost import Cost
 from runtime.hw import Hardware
 from runtime.null import Call, Collective, ShapeOnly, call_cost
 from runtime.shape_model import shape_weights, walk_draft, walk_step
+
+NET_BPS, NET_US = 50e9, 10.0  # a 400 Gb/s adapter for each GPU; an assumption
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class PlanRow:
 
     @property
     def is_link(self) -> bool:
-        return self.op in ("all_reduce", "all_gather")
+        return self.op in ("all_reduce", "all_gather", "send")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,12 @@ class StepFloor:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds: weights by kind, and cache for each token of context."""
+    """Bytes that one rank holds: weights by kind, and cache for each token of context. stage: of a pipeline, from 0."""
 
     tp: int
     weights: Mapping[str, int]
     kv_token_bytes: int
+    stage: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -84,12 +89,18 @@ class RankMemory:
         return max(0, int(free // self.kv_token_bytes))
 
 
-def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None) -> RankMemory:
-    """Weight bytes of one rank by kind, and cache bytes for each token of context.
+def memory_of_stages(c: Config, tp: int, stages: int, drafter: dflash.Config | None = None) -> list[RankMemory]:
+    """What one rank of each stage holds. Raises ValueError for more stages than layers."""
+    cut = stages_of(c.layers, stages, drafter is not None)
+    return [replace(memory_per_rank(c, tp, drafter, stage), stage=number) for number, stage in enumerate(cut)]
 
-    The latent cache is replicated over ranks; the drafter and its cache are cut where they divide.
+
+def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None, stage: Stage | None = None) -> RankMemory:
+    """Weight bytes of one rank by kind, and cache bytes for each token of context. stage: which layers; None: all.
+
+    The latent cache is replicated over ranks; the drafter and its cache are cut where they divide, and lie on the last stage.
     """
-    w = shape_weights(c, tp)
+    w = shape_weights(c, tp, stage=stage)
     kinds: Counter[str] = Counter()
     for layer in w.layers:
         kinds["attention"] += _nbytes(layer.qkv_a, layer.q_b, layer.w_uk, layer.w_uv, layer.o)
@@ -102,11 +113,13 @@ def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None) ->
             kinds["expert scales"] += packed.scale_bytes
         kinds["shared experts"] += _nbytes(layer.mlp.shared.gate_up, layer.mlp.shared.down)
         kinds["router"] += _nbytes(layer.mlp.router, layer.mlp.bias)
-    kinds["embedding"] += _nbytes(w.embed)
-    kinds["head"] += _nbytes(w.head)
+    kinds["embedding"] += _nbytes(w.embed) if w.embed is not None else 0
+    kinds["head"] += _nbytes(w.head) if w.head is not None else 0
     kinds["norms and rotary table"] += _nbytes(w.norm, w.cos_sin)
-    token_bytes = c.layers * ShapeOnly((c.cache_width,), "bf16").nbytes
+    token_bytes = len(w.layers) * ShapeOnly((c.cache_width,), "bf16").nbytes
     if drafter:
+        kinds["drafter"] += 0
+    if drafter and w.head is not None:
         drafter = drafter.part(tp)
         kinds["drafter"] = sum(ShapeOnly(shape, dtype).nbytes for shape, dtype in dflash.tensors(drafter).values())
         token_bytes += drafter.layers * 2 * ShapeOnly((drafter.kv_heads, drafter.head_dim), "bf16").nbytes
@@ -117,10 +130,22 @@ def _nbytes(*arrays: Any) -> int:
     return sum(int(array.nbytes) for array in arrays)
 
 
-def plan_step(c: Config, tp: int, rows: int, ctx: int, hw: Hardware, *, streams: int = 1, distinct: float | None = None) -> StepFloor:
+def plan_step(
+    c: Config,
+    tp: int,
+    rows: int,
+    ctx: int,
+    hw: Hardware,
+    *,
+    streams: int = 1,
+    distinct: float | None = None,
+    stages: int = 1,
+    taps: tuple[int, ...] = (),
+) -> StepFloor:
     """The floor of one step of `rows` rows over `streams` sequences of `ctx` committed tokens each, on one of `tp` ranks.
 
-    distinct: experts hit in a layer; None for the expectation under uniform routing.
+    distinct: experts hit in a layer; None for the expectation under uniform routing. stages: through which it goes in turn, with the
+    hidden states after the layers `taps`, which a drafter wants.
     """
     if not 1 <= streams <= rows or ctx < 0:
         raise ValueError(f"want 1 <= streams <= rows and ctx >= 0; got streams {streams}, rows {rows}, ctx {ctx}")
@@ -129,17 +154,31 @@ def plan_step(c: Config, tp: int, rows: int, ctx: int, hw: Hardware, *, streams:
         if not c.top_k <= distinct <= c.experts:
             raise ValueError(f"distinct is {distinct}; a layer hits between {c.top_k} and {c.experts} experts")
         known["distinct"] = distinct
-    calls = walk_step(c, tp)
-    table = [_price_call(call, count, known, hw) for call, count in calls.ops]
-    table += [_price_link(link, count, rows, tp, hw) for link, count in calls.links]
+    ops, links = Counter[Call](), Counter[Collective]()
+    for stage in stages_of(c.layers, stages, bool(taps)):
+        calls = walk_step(c, tp, stage, taps) if stages > 1 else walk_step(c, tp)
+        ops.update(dict(calls.ops))
+        links.update(dict(calls.links))
+    table = [_price_call(call, count, known, hw) for call, count in ops.items()]
+    table += [_price_link(link, count, rows, tp, hw) for link, count in links.items()]
     return StepFloor(rows, tuple(table))
 
 
 def plan_buckets(
-    c: Config, tp: int, buckets: Iterable[int], ctx: int, hw: Hardware, *, streams: int = 1, distinct: float | None = None
+    c: Config,
+    tp: int,
+    buckets: Iterable[int],
+    ctx: int,
+    hw: Hardware,
+    *,
+    streams: int = 1,
+    distinct: float | None = None,
+    stages: int = 1,
+    taps: tuple[int, ...] = (),
 ) -> list[StepFloor]:
     """plan_step for each bucket; a bucket below `streams` is taken with a row for each of fewer streams."""
-    return [plan_step(c, tp, rows, ctx, hw, streams=min(streams, rows), distinct=distinct) for rows in buckets]
+    more: dict[str, Any] = {"distinct": distinct, "stages": stages, "taps": taps}
+    return [plan_step(c, tp, rows, ctx, hw, streams=min(streams, rows), **more) for rows in buckets]
 
 
 def plan_draft(d: dflash.Config, c: Config, tp: int, ctx: int, hw: Hardware, *, streams: int = 1) -> StepFloor:
@@ -161,7 +200,12 @@ def _price_call(call: Call, count: int, known: Mapping[str, float], hw: Hardware
 
 
 def _price_link(link: Collective, count: int, rows: int, tp: int, hw: Hardware) -> PlanRow:
-    """A ring or a one-shot exchange: a fixed latency, then each rank receives (tp - 1) / tp of the result, twice for a sum."""
+    """A ring or a one-shot exchange: a fixed latency, then each rank receives (tp - 1) / tp of the result, twice for a sum.
+    Between stages a rank's adapter carries every row."""
+    if link.op == "send":
+        each = float(rows * link.row_bytes)
+        us = (NET_US + each / NET_BPS * 1e6) * count
+        return PlanRow(link.op, f"row={link.row_bytes}B", count, Cost(0.0, each * count, 0.0), us)
     passes = 2 if link.op == "all_reduce" else 1
     received = passes * rows * link.row_bytes * (tp - 1) / tp
     each_us = hw.link_us + received / hw.link_bps * 1e6

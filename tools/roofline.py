@@ -26,7 +26,7 @@ from rich.table import Table
 from model import dflash, kimi_k26
 from runtime.hw import HARDWARE, Hardware, find_hardware
 from runtime.ops import expected_experts
-from runtime.planning import RankMemory, StepFloor, memory_per_rank, plan_buckets, plan_draft
+from runtime.planning import NET_BPS, NET_US, RankMemory, StepFloor, memory_of_stages, plan_buckets, plan_draft
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 BUILT_IN = {"kimi-k26": ROOT / "model/configs/kimi-k26.json", "demo": ROOT / "model/demo/config.json"}
@@ -44,6 +44,7 @@ EPILOG = """\
 examples
   tools/roofline.py                                   Kimi K2.6 on H200, TP 1 2 4 8, every default bucket, empty context
   tools/roofline.py --hw rtx-pro-6000 --tp 8 --ctx 32768 --streams 10
+  tools/roofline.py --hw h100 --tp 8 --pp 2           two hosts, which hold what one does not
   tools/roofline.py --config demo --hw cpu --tp 1     the small model in model/demo
   tools/roofline.py --config /models/Kimi-K2.6 --detail --buckets 1 8 64
   tools/roofline.py --json | jq '.steps[] | select(.tp == 8) | {rows, floor_us}'
@@ -73,6 +74,7 @@ class Report:
     steps: dict[int, list[StepFloor]]
     drafts: dict[int, StepFloor]
     planned_s: float
+    stages: int = 1
 
 
 def read_config(text: str) -> tuple[kimi_k26.Config, dflash.Config | None]:
@@ -101,13 +103,13 @@ def make_report(args: argparse.Namespace) -> Report:
     hw = find_hardware(args.hw)
     sizes = args.tp or [n for n in (1, 2, 4, 8) if config.heads % n == 0]
     start = time.perf_counter()
-    memory = [memory_per_rank(config, tp, draft) for tp in sizes]
-    steps = {
-        tp: plan_buckets(config, tp, args.buckets, args.ctx, hw, streams=args.streams, distinct=args.distinct) for tp in sizes
-    }  # fmt: skip
+    memory = [rank for tp in sizes for rank in memory_of_stages(config, tp, args.pp, draft)]
+    given = {"streams": args.streams, "distinct": args.distinct, "stages": args.pp, "taps": draft.taps if draft and args.pp > 1 else ()}
+    steps = {tp: plan_buckets(config, tp, args.buckets, args.ctx, hw, **given) for tp in sizes}
     drafts = {tp: plan_draft(draft, config, tp, args.ctx, hw, streams=args.streams) for tp in sizes} if draft else {}
     planned_s = time.perf_counter() - start
-    return Report(config, hw, args.ctx, args.streams, args.distinct, args.memory_utilization, args.share, memory, steps, drafts, planned_s)
+    shown = (args.ctx, args.streams, args.distinct, args.memory_utilization, args.share)
+    return Report(config, hw, *shown, memory, steps, drafts, planned_s, args.pp)
 
 
 def _table(title: str) -> Table:
@@ -118,9 +120,10 @@ def memory_table(report: Report) -> Table:
     table = _table(f"memory per rank, GB (of {report.hw.memory_bytes / 1e9:.1f})")
     table.add_column("weights")
     for memory in report.memory:
-        table.add_column(f"TP {memory.tp}", justify="right")
-    for kind in report.memory[0].weights:
-        table.add_row(kind, *(f"{m.weights[kind] / 1e9:.2f}" for m in report.memory))
+        stage = f" stage {memory.stage}" if report.stages > 1 else ""
+        table.add_column(f"TP {memory.tp}{stage}", justify="right")
+    for kind in dict.fromkeys(kind for m in report.memory for kind in m.weights):
+        table.add_row(kind, *(f"{m.weights.get(kind, 0) / 1e9:.2f}" for m in report.memory))
     table.add_section()
     table.add_row("all weights", *(f"{m.weight_bytes / 1e9:.1f}" for m in report.memory))
     table.add_row("cache, bytes a token", *(f"{m.kv_token_bytes:,}" for m in report.memory))
@@ -130,7 +133,8 @@ def memory_table(report: Report) -> Table:
 
 
 def step_table(report: Report, tp: int) -> Table:
-    table = _table(f"one step at TP {tp}, ms ({report.streams} stream(s) of {report.ctx:,} committed tokens)")
+    stages = f" through {report.stages} stages" if report.stages > 1 else ""
+    table = _table(f"one step at TP {tp}{stages}, ms ({report.streams} stream(s) of {report.ctx:,} committed tokens)")
     for heading in ("M", "distinct", "GB", "floor", *PARTS, "other", "link", "est", "tok/s"):
         table.add_column(heading, justify="right")
     for step in report.steps[tp]:
@@ -187,7 +191,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "share": report.share,
         "planned_s": report.planned_s,
         "memory": [
-            {"tp": m.tp, "weights": dict(m.weights), "weight_bytes": m.weight_bytes, "kv_token_bytes": m.kv_token_bytes,
+            {"tp": m.tp, "stage": m.stage, "weights": dict(m.weights), "weight_bytes": m.weight_bytes, "kv_token_bytes": m.kv_token_bytes,
              "tokens_that_fit": m.tokens_that_fit(report.hw, report.utilisation)} for m in report.memory
         ],
         "steps": [step_of(tp, step) for tp, steps in report.steps.items() for step in steps],
@@ -202,6 +206,8 @@ def print_tables(report: Report, detail: bool, console: Console) -> None:
                   f"{hw.tensor_flops / 1e12:g} TFLOP/s, link {hw.link_bps / 1e9:g} GB/s and {hw.link_us:g} µs ({hw.source})")  # fmt: skip
     console.print(f"Assumed: {routing}; each operand moved once; ops one after another, reading and computing overlapped within an op; "
                   "the latent path, the router, the latent cache and the drafter's merging of taps replicated on every rank.")  # fmt: skip
+    if report.stages > 1:
+        console.print(f"Stages go one after another; {NET_BPS / 1e9:g} GB/s and {NET_US:g} µs between their hosts are assumed.")
     console.print(memory_table(report))
     for tp, steps in report.steps.items():
         console.print(step_table(report, tp))
@@ -216,6 +222,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", default="kimi-k26", help=config_help)
     parser.add_argument("--hw", default="h200", help=f"one of {', '.join(HARDWARE)} (default: h200)")
     parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel sizes (default: 1 2 4 8)")
+    pp_help = "stages of a pipeline, each of as many ranks on a host of its own; the link between is an assumption (default: 1)"
+    parser.add_argument("--pp", type=int, default=1, metavar="P", help=pp_help)
     parser.add_argument("--buckets", type=int, nargs="+", default=list(DEFAULT_BUCKETS), metavar="M", help="rows of a step")
     parser.add_argument("--ctx", type=int, default=0, help="committed tokens of each stream (default: 0)")
     parser.add_argument("--streams", type=int, default=1, help="sequences that share a step (default: 1)")

@@ -38,6 +38,28 @@ def test_options_move_the_numbers_the_right_way(capsys: pytest.CaptureFixture[st
     assert floor("--distinct", "100") < 0.6 * plain
 
 
+def test_a_pipeline_halves_what_a_rank_holds_and_not_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (run_json(capsys, "--tp", "8", "--pp", pp, "--buckets", "64") for pp in ("1", "2"))
+    (whole,), (first, last) = one["memory"], two["memory"]
+    assert [first["stage"], last["stage"]] == [0, 1]
+    shared = 7168 * 2 + 262144 * 64 * 4  # the last norm and the rotary table, which both hold
+    embedding = 163840 // 8 * 7168 * 2  # which the drafter's stage holds too
+    assert first["weight_bytes"] + last["weight_bytes"] == whole["weight_bytes"] + shared + embedding
+    assert first["kv_token_bytes"] + last["kv_token_bytes"] == whole["kv_token_bytes"]
+    assert first["weights"]["head"] == 0 == first["weights"]["drafter"] and last["weights"]["head"] > 0
+    (alone,), (piped,) = one["steps"], two["steps"]
+    sent = [op for op in piped["ops"] if op["op"] == "send"]
+    assert [(op["count"], op["bytes"]) for op in sent] == [(1, 64 * 2 * 7168 * (1 + 3))], "x and the taps below layer 31"
+    assert piped["floor_us"] == pytest.approx(alone["floor_us"], rel=0.002)
+    assert piped["link_us"] - alone["link_us"] == pytest.approx(sent[0]["floor_us"]) and 15 < sent[0]["floor_us"] < 200
+
+
+def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        roofline.main(["--tp", "8", "--pp", "62"])
+    assert "pipeline_parallel_size 62 does not cut this model; legal: 1 to 61, its layers" in capsys.readouterr().err
+
+
 def test_the_estimate_is_the_floor_at_its_share_and_the_link(capsys: pytest.CaptureFixture[str]) -> None:
     for hw in ("h200", "rtx-pro-6000"):
         for share in ("0.5", "1"):
