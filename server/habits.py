@@ -19,7 +19,6 @@ GRANTED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--enable-cache-report", "--enable-prompt-tokens-details"): (),
     ("--disable-log-requests", "--no-enable-log-requests"): (),
     ("--trust-remote-code",): (),  # no code of a checkpoint is ever run: none is needed
-    ("--pipeline-parallel-size", "-pp", "--pp-size"): ("1",),
     ("--data-parallel-size", "-dp", "--dp-size"): ("1",),
     ("--quantization", "-q"): ("compressed-tensors",),
     ("--tokenizer-mode",): ("auto",),
