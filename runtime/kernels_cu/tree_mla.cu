@@ -35,6 +35,7 @@ static_assert(HEADS >= 1 && HEADS <= 128, "heads on this rank");
 static_assert(OCTETS >= 1 && OCTETS <= 9, "columns in eights");
 static_assert(AHEAD >= 0 && AHEAD <= 9, "boxes whose scores are taken before the values of the tile before");
 static_assert(SLOTS >= 9 && SLOTS >= 8 + AHEAD && SLOTS <= 27, "a tile is 9 boxes; AHEAD of them lie beside the values of the tile before");
+static_assert(!AS_THEY_LAND || !AHEAD || SLOTS >= 17, "any box of the next tile may be asked for beside the values of this one");
 static_assert(PRODUCERS == 1 || PRODUCERS == 2 || PRODUCERS == 4, "warps that fill the ring");
 static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes");
 
@@ -80,19 +81,42 @@ __device__ __forceinline__ void fill_ring(const Params& p, smem_t base, int coun
 #endif
 
 // ---------------------------------------------------------------- the products
-// s = the tile's keys (16 of them a warp) times the queries, boxes FROM to TO.
+// A tile's boxes in the order of their scores. As they land: a box's place was that of the box SLOTS before it, and places are given
+// back rope first, then by turns of both groups.
+__device__ __forceinline__ constexpr int in_turn(int i) {
+  return AS_THEY_LAND ? ((i ? 1 + (i - 1) / 2 + (i - 1) % 2 * 4 : 0) + SLOTS) % kBoxes : i;
+}
+// s = the tile's keys (16 of them a warp) times the queries, boxes FROM to TO of that order.
 template <int FROM, int TO>
 __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const Cursor& at, int w, int lane) {
   const smem_t full = base + kTailAt + kFull, q = base + kQAt;
-#if USE_WGMMA
+#if STRAIGHT
+  const uint64_t a = box_operand(base, 16, 1024), b = box_operand(q, 16, 1024);
   wgmma_fence();
 #pragma unroll
-  for (int x = FROM; x < TO; ++x) {
+  for (int i = FROM; i < TO; ++i) {
+    if ((i - FROM) % STRAIGHT == 0)
+#pragma unroll
+      for (int n = i; n < i + STRAIGHT && n < TO; ++n) {
+        const Cursor c = at.plus(in_turn(n));
+        bar_wait(full + 8 * c.slot, c.phase);
+      }
+    const int x = in_turn(i), slot = at.plus(x).slot;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, operand_plus(a, slot * kBox + 32 * k), operand_plus(b, x * kQBox + 32 * k), (i | k) != 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+#elif USE_WGMMA
+  wgmma_fence();
+#pragma unroll
+  for (int i = FROM; i < TO; ++i) {
+    const int x = in_turn(i);
     const Cursor c = at.plus(x);
     bar_wait(full + 8 * c.slot, c.phase);
     const uint64_t a = box_operand(base + c.slot * kBox, 16, 1024), b = box_operand(q + x * kQBox, 16, 1024);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, a + 2 * k, b + 2 * k, (x | k) != 0);
+    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, a + 2 * k, b + 2 * k, (i | k) != 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -102,7 +126,8 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
     for (int b = 0; b < kOctets; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
   const int key = w * 16 + (lane & 15);
 #pragma unroll 1
-  for (int x = FROM; x < TO; ++x) {
+  for (int i = FROM; i < TO; ++i) {
+    const int x = in_turn(i);
     const Cursor c = at.plus(x);
     bar_wait(full + 8 * c.slot, c.phase);
     const smem_t box = base + c.slot * kBox;
@@ -129,6 +154,16 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
   const smem_t weights = base + kPAt;
 #if USE_WGMMA
   wgmma_fence();
+#if STRAIGHT                                               // its boxes have been waited for
+  const uint64_t a = box_operand(base, kBox, 1024), b = box_operand(weights, 16, 1024);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const int slot = at.plus(1 + group * 4 + k).slot;
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], operand_plus(a, slot * kBox + 2048 * kk), operand_plus(b, 32 * kk), 1);
+    wgmma_commit();
+  }
+#else
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const Cursor c = at.plus(1 + group * 4 + k);
@@ -138,6 +173,7 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
     for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], a + 128 * kk, b + 2 * kk, 1);
     wgmma_commit();
   }
+#endif
   auto give_back = [&](int k) {
     warp_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + k).slot, lane);
   };
@@ -210,6 +246,10 @@ __device__ __forceinline__ Partial pack_partial(const float (&v)[4]) {
 #endif
 }
 // Column block b, box k, warp: unit b * 32 + k * 8 + warp.
+__device__ __forceinline__ void put_unit(const Params& p, const Item& it, int u, const float4& sum, int lane) {
+  const int wide = u % 8, d = (wide >> 2) * 256 + (u / 8 % 4) * 64 + (wide & 3) * 16 + (lane >> 2);
+  put_output(p, it.first, it.columns, u / 32, d, sum, lane);
+}
 __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t base, int warp, int lane) {
   auto add = [&](float4& sum, const float4& v, smem_t weight) {
     const float x = lds_f32(weight + (lane & 3) * 16), y = lds_f32(weight + (lane & 3) * 16 + 8);
@@ -218,10 +258,7 @@ __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t 
     sum.z = fmaf(x, v.z, sum.z);
     sum.w = fmaf(y, v.w, sum.w);
   };
-  auto put = [&](int u, const float4& sum) {
-    const int wide = u % 8, d = (wide >> 2) * 256 + (u / 8 % 4) * 64 + (wide & 3) * 16 + (lane >> 2);
-    put_output(p, it.first, it.columns, u / 32, d, sum, lane);
-  };
+  auto put = [&](int u, const float4& sum) { put_unit(p, it, u, sum, lane); };
   combine_splits(p, it, base, warp, lane, 8, [](int u) { return u / 32 * 8; }, add, put);
 }
 
@@ -297,6 +334,36 @@ struct Walker {
   }
 
   // This tile's scores to weights in P; tells everybody.
+#if HOLD_MAXIMA
+  __device__ __forceinline__ void soften() {
+    float2 high[kOctets];
+    float most = hidden();                                 // of what a score exceeds its maximum by
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) high[b] = lds_f32x2(maximum(which, 8 * b + 2 * q));
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      most = fmaxf(most, fmaf(fmaxf(s[b][0], s[b][2]), scale, -high[b].x));
+      most = fmaxf(most, fmaf(fmaxf(s[b][1], s[b][3]), scale, -high[b].y));
+    }
+    const bool moved = named_any(1 + group, 128, most > kSlack);
+    if (tile) bar_wait(tail(kTaken), (tile - 1) & 1);      // everybody has read the last tile's P
+    if (moved) {
+      move_maxima();
+#pragma unroll
+      for (int b = 0; b < kOctets; ++b) high[b] = lds_f32x2(maximum(which, 8 * b + 2 * q));
+    }
+    if (w == 0 && lane == 0) sts32(tail(kMoved) + 4 * (tile & 1), moved);
+#pragma unroll
+    for (int b = 0; b < kOctets; ++b) {
+      const float p0 = exp2_fast(fmaf(s[b][0], scale, -high[b].x)), p1 = exp2_fast(fmaf(s[b][1], scale, -high[b].y));
+      const float p2 = exp2_fast(fmaf(s[b][2], scale, -high[b].x)), p3 = exp2_fast(fmaf(s[b][3], scale, -high[b].y));
+      put_weights(base + kPAt, b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
+    }
+    fence_async_shared();
+    __syncwarp();
+    warp_arrive(tail(kReady), lane);
+  }
+#else
   __device__ __forceinline__ void soften() {
     bool passed = false;
 #pragma unroll
@@ -320,6 +387,7 @@ struct Walker {
     __syncwarp();
     warp_arrive(tail(kReady), lane);
   }
+#endif
 
   // If the maxima moved, what was summed under the old ones shrinks.
   __device__ __forceinline__ void follow_maxima(bool owner) {
@@ -357,12 +425,19 @@ struct Walker {
   __device__ __forceinline__ Cursor walk(const Item& it, Cursor at) {
     const int tiles = it.tiles;
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
+    const bool notes = w == 0 && lane == 0;
+    stamp(3, notes && group == 0);
     if (group == 0) score_tile<0, kBoxes>(at, tiles <= 2);
     else if (tiles == 1) warp_arrive(tail(kQFree), lane);
+    else if (EARLY_KEYS || AS_THEY_LAND) wait_queries(base, at);
+    stamp(4, notes && group == 0);
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, own -= kTile) {
       const bool owner = (j & 1) == group, next = !owner && j + 1 < tiles;
       const Cursor then = at.plus(kBoxes);
+      const int detail = 16 + 8 * group + 4 * (j - STAMPS);  // of two tiles: begin; softened, or the next scored; weights there; mixed in
+      const bool detailed = notes && (unsigned)(j - STAMPS) < 2;
+      stamp(detail, detailed);
       if (owner) {
         warp_arrive(tail(kEmpty) + 8 * at.slot, lane);     // the rope box
         if (own < kTile) mask(it, -own);
@@ -370,10 +445,20 @@ struct Walker {
       } else if (AHEAD && next) {
         score_tile<0, AHEAD>(then, j + 3 >= tiles);
       }
+      stamp(detail + 1, detailed);
+#if STRAIGHT
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const Cursor c = at.plus(1 + group * 4 + k);
+        bar_wait(tail(kFull) + 8 * c.slot, c.phase);
+      }
+#endif
       bar_wait(tail(kReady), tile & 1);
+      stamp(detail + 2, detailed);
       follow_maxima(owner);
       if (own < kTile) scrub(base, at, group, own);
       mix(o, base, at, group, w, lane);
+      stamp(detail + 3, detailed);
       __syncwarp();
       warp_arrive(tail(kTaken), lane);
       if constexpr (AHEAD < kBoxes)
@@ -386,6 +471,7 @@ struct Walker {
 
   // The output or a partial, while the adders see to sums and maxima.
   __device__ __forceinline__ void finish(const Item& it, int warp) {
+    stamp(5, threadIdx.x == 0);
     named_barrier(3, kHearers);                            // the last P is read
     const bool split = it.splits > 1;
     if (split) {
@@ -396,11 +482,13 @@ struct Walker {
         for (int k = 0; k < 4; ++k) to[(b * 32 + k * 8 + warp) * 32] = pack_partial(o[k][b]);
     }
     named_barrier(3, kHearers);                            // sums are there, maxima are fresh
+    stamp(6, threadIdx.x == 0);
     if (split) {
-      if (threadIdx.x == 0) {                              // for all: the barrier is behind their stores
+      if (!MERGE_LATER && threadIdx.x == 0) {              // for all: the barrier is behind their stores
         __threadfence();
         add_release(p.arrived + it.counter, 1);
       }
+      stamp(7, threadIdx.x == 0);
       return;
     }
     const int first = it.first, columns = it.columns;
@@ -461,6 +549,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   DYNAMIC_SMEM_1024(shared);
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
+  stamp(0, threadIdx.x == 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
@@ -480,8 +569,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   if (threadIdx.x < kN) sts_f32(tail + kMax + threadIdx.x * 4, kNever);
   const float scale = held(p.scale_log2);
   __syncthreads();
-  pdl_wait();
-  pdl_trigger();
+  if (!EARLY_KEYS || warp != 8) {                          // the copier waits itself, behind its first keys
+    pdl_wait();
+    pdl_trigger();
+  }
+  stamp(1, threadIdx.x == 0);
   const int count = *p.count;
   if (warp >= 8) {
     fewer_registers<USE_WGMMA>();
@@ -509,8 +601,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
 #if USE_WGMMA
   lower_registers<168>();                                  // or ptxas gives up the 232 above: 9.6 KB of spills
 #endif
-  for (int i = blockIdx.x; i < count; i += gridDim.x) {    // all items are under way on resident blocks: waiting is safe
+  for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe
     const Item it = p.items[i];
     if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
   }
+  stamp(11, threadIdx.x == 0);
 }
+
+#include "prim/mla_merge.cuh"

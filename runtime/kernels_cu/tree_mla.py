@@ -21,6 +21,7 @@ from runtime.kernels_cu._tensor_map import tensor_map
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
 
 ENTRIES = ("tree_mla_plan", "tree_mla")
+MERGE, MERGERS = "tree_mla_merge", 8  # an entry of builds with MERGE_LATER; its blocks an item, kMergers
 
 
 class Params(ctypes.Structure):
@@ -68,6 +69,11 @@ def fill_params(dims: Dims, config: Config, at: Mapping[str, int], scale: float,
     return plan, params
 
 
+def merges_later(config: Config) -> bool:
+    """Whether a layer is two launches."""
+    return bool(dict(config.trials).get("MERGE_LATER"))
+
+
 def check_resident(config: Config, resident: int) -> None:
     """Raises ValueError where no block fits an SM. Blocks wait for one another's partials: all, one an SM, must run at once."""
     if resident < 1:
@@ -87,7 +93,8 @@ class Kernels:
 def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
     """Compiles and loads what the launches need. Needs a GPU; `_build.build` alone does not."""
     config.check(dims, arch)
-    functions = load(build(config.source, config.defines(dims.heads), arch).code, ENTRIES)
+    entries = (*ENTRIES, MERGE) if merges_later(config) else ENTRIES
+    functions = load(build(config.source, config.defines(dims.heads), arch).code, entries)
     check_resident(config, functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes()))
     return Kernels(dims, config, sms, functions)
 
@@ -108,6 +115,11 @@ def layer_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], s
     return Call("tree_mla", (blocks, 1, 1), config.threads, config.smem_bytes(), arguments)
 
 
+def merge_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float) -> Call:
+    """What follows `layer_call` where `merges_later`."""
+    return Call(MERGE, (MERGERS * blocks, 1, 1), 256, 0, (fill_params(dims, config, at, scale, blocks)[1],))
+
+
 def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] = ()) -> Launch:
     """`plan_call` on the current device."""
     return plan_call(kernels.dims, kernels.config, kernels.blocks, at).launch(kernels.functions, keep)
@@ -116,3 +128,8 @@ def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] =
 def layer_launch(kernels: Kernels, at: Mapping[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = ()) -> Launch:
     """`layer_call` on the current device."""
     return layer_call(kernels.dims, kernels.config, kernels.blocks, at, scale, slots).launch(kernels.functions, keep)
+
+
+def merge_launch(kernels: Kernels, at: Mapping[str, int], scale: float, keep: tuple[Any, ...] = ()) -> Launch:
+    """`merge_call` on the current device."""
+    return merge_call(kernels.dims, kernels.config, kernels.blocks, at, scale).launch(kernels.functions, keep)

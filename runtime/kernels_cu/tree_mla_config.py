@@ -16,6 +16,18 @@ MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a":
 MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
 L2_SHARE = 1.36  # L2's rate over the read rate: FlashMLA's 746 TFLOP/s on one H200 take 6.2 TB/s out of L2, memory gives 4.54
 ROOM_WAVES = 4  # partials a block has room for
+TRIALS = (
+    "EARLY_KEYS",
+    "MERGE_LATER",
+    "NEXT_IN_L2",
+    "AS_THEY_LAND",
+    "HOLD_MAXIMA",
+    "STRAIGHT",
+    "SOFTEN_FIRST",
+    "OWN_FIRST",
+    "KEYS_STAY",
+    "STAMPS",
+)  # prim/mla_trials.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,8 @@ class Config:
     tile's values are mixed in (8 slots more). causal: every sequence is a chain, ancestor words are not read. float_parts:
     partials in float32, so that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split,
     0: chosen on the device for the step's load; given, a row's numbers depend on its own keys alone. rows: tree_mla_rows.cu,
-    64 query columns as the product's rows, for sequences that have that many; 8 octets, a ring of two tiles.
+    64 query columns as the product's rows, for sequences that have that many; 8 octets, a ring of two tiles. trials: pairs of a
+    name of prim/mla_trials.cuh and its value, for the benchmark alone.
     """
 
     octets: int = 8
@@ -64,6 +77,7 @@ class Config:
     float_parts: bool = True
     chunk: int = 0
     rows: bool = False
+    trials: tuple[tuple[str, int], ...] = ()
 
     @property
     def columns(self) -> int:
@@ -75,7 +89,7 @@ class Config:
 
     def defines(self, heads: int) -> dict[str, int]:
         """What `source` is built with."""
-        both = {"HEADS": heads, "CAUSAL": int(self.causal), "PART_F32": int(self.float_parts)}
+        both = {"HEADS": heads, "CAUSAL": int(self.causal), "PART_F32": int(self.float_parts), **dict(self.trials)}
         if self.rows:
             return both
         own = {
@@ -101,6 +115,12 @@ class Config:
             raise ValueError(f"{self}: {self.octets} octets of columns; 1 to 9 fit the registers")
         if self.rows and (not self.wgmma or self.ahead or (self.octets, self.slots) != (ROW_OCTETS, ROW_SLOTS)):
             raise ValueError(f"{self}: queries as rows are built for wgmma, {ROW_OCTETS} octets and {ROW_SLOTS} slots, nothing ahead")
+        if unknown := [name for name, _ in self.trials if name not in TRIALS]:
+            raise ValueError(f"{self}: {', '.join(unknown)} is no trial; there are {', '.join(TRIALS)}")
+        if self.trials and not self.wgmma:
+            raise ValueError(f"{self}: trials are of the kernels with wgmma")
+        if dict(self.trials).get("AS_THEY_LAND") and self.ahead and self.slots < 8 + BOXES:
+            raise ValueError(f"{self}: {self.slots} slots; {8 + BOXES} or more where any box may be scored ahead")
         if not 0 <= self.ahead <= BOXES:
             raise ValueError(f"{self}: {self.ahead} boxes ahead; a tile has {BOXES}")
         if not max(BOXES, 8 + self.ahead) <= self.slots <= 27:

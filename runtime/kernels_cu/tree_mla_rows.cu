@@ -181,7 +181,22 @@ struct Walker {
     release(at, 0, 1);                                     // the rope box
     if (own < kTile) mask(it, -own);
     soften();
+#if SOFTEN_FIRST
+    if ((lane & 3) == 0) {                                 // a store that needs all weights: ptxas made them behind the wait that `behind` begins with
+      sts_f32(tail(kSum) + (GROUP * kN + row) * 4, sum[0]);
+      sts_f32(tail(kSum) + (GROUP * kN + row + 8) * 4, sum[1]);
+    }
+#endif
     behind();
+#if OWN_FIRST
+    rescale(before0, before1);
+    if (own < kTile) {
+      named_barrier(1 + GROUP, 128);                       // all of this group have their scores
+      scrub(base, at, GROUP, own);
+    }
+    mix<GROUP, true>(at);
+    publish<GROUP>();
+#else
     publish<GROUP>();
     rescale(before0, before1);
     if (own < kTile) {
@@ -189,6 +204,7 @@ struct Walker {
       scrub(base, at, GROUP, own);
     }
     mix<GROUP, true>(at);
+#endif
     ++walked[GROUP];
   }
   // A tile of the other group.
@@ -204,17 +220,25 @@ struct Walker {
   // rope box, which keep the tensor cores busy until that product's end is seen and its values are given back.
   __device__ __forceinline__ void walk_even(const Item& it, int tiles, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;                   // from this key of the tile on they are the step's own
+    stamp(3, threadIdx.x == 0);
     score<0, 1>(at);
 #pragma unroll 1
     for (int j = 0;; j += 2, own -= 2 * kTile) {
+      const bool detailed = threadIdx.x == 0 && j == STAMPS;
+      stamp(16, detailed);
       score<1, kBoxes>(at);
       wgmma_wait<0>();
+      stamp(17, detailed);
+      if (j == 0) stamp(4, threadIdx.x == 0);
       if (j + 2 >= tiles) release_queries();
       own_tile<0>(it, at, own, [] {});
+      stamp(18, detailed);
       done<0>(at);
+      stamp(19, detailed);
       if (j + 1 == tiles) break;
       at = at.plus(kBoxes);
       others_tile<0>(at, own - kTile);
+      stamp(20, detailed);
       if (j + 2 == tiles) {
         done<0>(at);
         break;
@@ -223,27 +247,35 @@ struct Walker {
       at = at.plus(kBoxes);
       score<0, 1>(at);
       done<0, 1>(odd);
+      stamp(21, detailed);
     }
   }
   // Group 1: the softmax of an odd tile runs while the values of the even one are multiplied.
   __device__ __forceinline__ void walk_odd(const Item& it, int tiles, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;
     if (tiles == 1) release_queries();
+    else if (EARLY_KEYS) wait_queries(base, at);
 #pragma unroll 1
     for (int j = 0; j < tiles; j += 2, own -= 2 * kTile) {
       const Cursor odd = at.plus(kBoxes);
+      const bool detailed = threadIdx.x == 128 && j == STAMPS;
+      stamp(24, detailed);
       if (j + 1 < tiles) {
         score<0, kBoxes>(odd);
         wgmma_wait<0>();
+        stamp(25, detailed);
         if (j + 3 >= tiles) release_queries();
       }
       others_tile<1>(at, own);
+      stamp(26, detailed);
       if (j + 1 == tiles) {
         done<1>(at);
         break;
       }
       own_tile<1>(it, odd, own - kTile, [&] { done<1>(at); });
+      stamp(27, detailed);
       done<1>(odd);
+      stamp(28, detailed);
       at = odd.plus(kBoxes);
     }
   }
@@ -257,6 +289,7 @@ struct Walker {
 
   // The output or a partial.
   template <int GROUP> __device__ __forceinline__ void finish(const Item& it) {
+    stamp(5, threadIdx.x == 0);
     const int t = thread_here(), row = (t >> 5 & 3) * 16 + (t >> 2 & 7), lane = t & 31;
     float total[2];
 #pragma unroll
@@ -284,10 +317,12 @@ struct Walker {
       }
     }
     named_barrier(3, 256);
-    if (it.splits > 1 && threadIdx.x == 0) {               // for all: the barrier is behind their stores
+    stamp(6, threadIdx.x == 0);
+    if (!MERGE_LATER && it.splits > 1 && threadIdx.x == 0) {  // for all: the barrier is behind their stores
       __threadfence();
       add_release(p.arrived + it.counter, 1);
     }
+    stamp(7, threadIdx.x == 0);
   }
 
   template <int GROUP> __device__ __forceinline__ void work(int count) {
@@ -311,6 +346,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   DYNAMIC_SMEM_1024(shared);
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
+  stamp(0, threadIdx.x == 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
@@ -326,8 +362,11 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     prefetch_map(queries);
   }
   __syncthreads();
-  pdl_wait();
-  pdl_trigger();
+  if (!EARLY_KEYS || warp != 8) {                          // the copier waits itself, behind its first keys
+    pdl_wait();
+    pdl_trigger();
+  }
+  stamp(1, threadIdx.x == 0);
   const int count = *p.count;
   if (warp >= 8) {
     lower_registers<kCopierRegisters>();
@@ -341,8 +380,11 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     else walker.work<1>(count);
   }
   lower_registers<168>();
-  for (int i = blockIdx.x; i < count; i += gridDim.x) {    // all items are under way on resident blocks: waiting is safe
+  for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe
     const Item it = p.items[i];
     if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
   }
+  stamp(11, threadIdx.x == 0);
 }
+
+#include "prim/mla_merge.cuh"

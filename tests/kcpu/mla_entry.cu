@@ -22,6 +22,9 @@ extern "C" void cpu_tree_mla(const Params* p, int cache_rows, size_t smem_bytes,
   (void)cache_rows;
   kcpu::launch({1, 1, 1}, {(unsigned)kThreads, 1, 1}, smem_bytes, [=] { tree_mla(*p); });
 #endif
+#if MERGE_LATER
+  kcpu::launch({(unsigned)kMergers, 1, 1}, {256, 1, 1}, 0, [=] { tree_mla_merge(*p); });
+#endif
   kcpu::descending = false;
 }
 KCPU_RUN(tree_mla_plan)

@@ -4,6 +4,7 @@
 // them and a range of 64-key tiles. Built with HEADS and COLUMNS.
 #pragma once
 #include "hopper.cuh"
+#include "mla_trials.cuh"
 
 using namespace prim;
 
@@ -182,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
   __shared__ PlanRoom r;
   const int t = threadIdx.x;
   pdl_wait();
-  pdl_trigger();
+  if (!EARLY_KEYS) pdl_trigger();                         // else the list is read before the next kernel waits: it starts when this one has ended
   for (int b = t; b < p.sequences; b += 256) {
     r.rows[b] = 0;
     r.ctx[b] = p.ctx[b];

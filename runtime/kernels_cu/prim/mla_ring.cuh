@@ -3,11 +3,13 @@
 #pragma once
 #include "hopper.cuh"
 #include "mla_items.cuh"
+#include "wide.cuh"
 
 [[maybe_unused]] constexpr int kBox = 8192, kBoxes = 9, kQBox = kN * 128;
 // Ring, Q, P, then the tail: barriers and what a kernel keeps besides.
 [[maybe_unused]] constexpr int kQAt = SLOTS * kBox, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox;
 [[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
+static_assert(USE_WGMMA || (!EARLY_KEYS && !NEXT_IN_L2), "trials of the copy engine's ring");
 constexpr float kNever = -1e30f, kSlack = 8.f;  // a maximum before any key; what a score may pass a maximum by, in powers of two
 
 #ifndef EVERY_LANE_ARRIVES    // for racecheck, which does not follow a __syncwarp before one lane's arrival
@@ -29,6 +31,16 @@ struct Cursor {  // the ring's slot of a tile's first box
   }
 };
 
+// An item's queries come with its first tile's boxes, which group 1 does not look at: it waits for them here, and for the first round of
+// places whose second it may ask for next.
+__device__ __forceinline__ void wait_queries(smem_t base, const Cursor& first) {
+#pragma unroll 1
+  for (int x = 0; x < kBoxes; ++x) {
+    const Cursor c = first.plus(x);
+    bar_wait(base + kTailAt + kFull + 8 * c.slot, c.phase);
+  }
+}
+
 #if USE_WGMMA
 // One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
 // are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
@@ -39,16 +51,39 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
   const int pieces = kTile / p.box_keys, batch = 32 / pieces;     // copies a box: 1, 2 or 4; tiles a look-up
   Cursor at{0, 1};
   uint32_t q_phase = 1;
+#if EARLY_KEYS
+  bool started = false;
+#endif
   Item it = p.items[blockIdx.x];                            // asked for beside the count: the list has as many places as there are blocks
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     if (i >= (int)gridDim.x) it = p.items[i];
     if (!it.tiles) continue;
-    const uint64_t policy = it.stride > 1 ? again : once;
+    const uint64_t policy = it.stride > 1 || KEYS_STAY ? again : once;
     auto look_up = [&](int tile) { return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys); };
     int rows = 0, next = look_up(0);
+#if EARLY_KEYS
+    // Keys first: of a block's first item all committed ones that have a place, before the kernel that makes the queries has ended.
+    const Cursor start = at;
+    int before = started ? 1 : least(least(it.ctx / kTile - it.tile0, it.tiles), SLOTS / kBoxes);
+    if (before < 1) {
+      pdl_wait();
+      before = 1;
+    }
+    auto ask_queries = [&] {
+      pdl_wait();
+      started = true;
+      bar_wait(tail + kQFree, q_phase);
+      q_phase ^= 1;
+      if (lane < kBoxes) tensor_copy(base + kQAt + lane * kQBox, queries, tail + kFull + 8 * start.plus(lane).slot, column, it.first, again);
+    };
+#else
     bar_wait(tail + kQFree, q_phase);
     q_phase ^= 1;
+#endif
     for (int j = 0; j < it.tiles; ++j, at = at.plus(kBoxes)) {
+#if EARLY_KEYS
+      if (j == before) ask_queries();
+#endif
       const int place = j % batch;
       if (!place) {
         rows = next;
@@ -64,12 +99,28 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
         if (!due || !bar_test(tail + kEmpty + 8 * own.slot, own.phase)) continue;
         due = false;
         bar_expect(full, kBox + (j ? 0 : kQBox));
-        if (!j) tensor_copy(base + kQAt + lane * kQBox, queries, full, column, it.first, again);
+        if (!EARLY_KEYS && !j) tensor_copy(base + kQAt + lane * kQBox, queries, full, column, it.first, again);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
           if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
       }
+      stamp(2, lane == 0 && i == (int)blockIdx.x && !j);
+#if NEXT_IN_L2
+      // Of a tile that has no place yet, this block's share of the boxes: the other column tiles of the sequence fetch theirs.
+      const int far = j + NEXT_IN_L2;
+      if (far < it.tiles && far >= SLOTS / kBoxes) {
+        const bool mine = lane < kBoxes && (lane + far) % it.stride == it.packed / kN % it.stride;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int row = __shfl_sync(0xffffffffu, far / batch == j / batch ? rows : next, (far % batch * pieces + k) & 31);
+          if (mine && k < pieces) tensor_prefetch(keys, column, row, policy);
+        }
+      }
+#endif
     }
+#if EARLY_KEYS
+    if (before == it.tiles) ask_queries();
+#endif
   }
 }
 #endif
@@ -100,6 +151,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const Item& it, 
   const int u0 = kUnits * it.split / it.splits, u1 = kUnits * (it.split + 1) / it.splits, units = u1 - u0;
   if (threadIdx.x == 0) wait_count(p.arrived + it.counter, it.splits);
   named_barrier(4, 256);
+  stamp(8, threadIdx.x == 0);
   if (units) {
     const int c0 = column_of(u0) & ~1, width = (column_of(u1 - 1) + columns_each - c0 + 1) & ~1;  // pairs of columns: 16 bytes
     const smem_t room = base + (it.splits * width * 8 + 127 & ~127);
@@ -116,6 +168,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const Item& it, 
     fetch(room, part, step, units * kUnitBytes, n);
     cp_async_wait();
     named_barrier(4, 256);
+    stamp(9, threadIdx.x == 0);
     for (int c = warp; c < width; c += 8) {                                // maxima become weights
       float high = kNever, sum = 0.f;
       for (int i = lane; i < it.splits; i += 32) high = fmaxf(high, lds_f32(base + (i * width + c) * 8));
@@ -157,6 +210,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const Item& it, 
     }
   }
   named_barrier(4, 256);
+  stamp(10, threadIdx.x == 0);
   if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;  // the last to leave
 }
 

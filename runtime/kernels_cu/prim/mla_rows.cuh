@@ -54,6 +54,12 @@ __device__ __forceinline__ void put_partial(void* part, size_t at, const float (
 }
 #endif
 // A unit is a quarter of a row.
+__device__ __forceinline__ void put_unit(const Params& p, const Item& it, int u, const float4& sum, int lane) {
+  uint2 bits;
+  bits.x = pack_bf16(sum.x, sum.y);
+  bits.y = pack_bf16(sum.z, sum.w);
+  if (u / 4 < it.columns) *reinterpret_cast<uint2*>(p.out + (((size_t)it.first + u / 4) * kValue + (u & 3) * 128 + 4 * lane) * 2) = bits;
+}
 __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t base, int warp, int lane) {
   combine_splits(
       p, it, base, warp, lane, 1, [](int u) { return u / 4; },
@@ -64,10 +70,5 @@ __device__ __forceinline__ void combine(const Params& p, const Item& it, smem_t 
         sum.z = fmaf(f, v.z, sum.z);
         sum.w = fmaf(f, v.w, sum.w);
       },
-      [&](int u, const float4& sum) {
-        uint2 bits;
-        bits.x = pack_bf16(sum.x, sum.y);
-        bits.y = pack_bf16(sum.z, sum.w);
-        if (u / 4 < it.columns) *reinterpret_cast<uint2*>(p.out + (((size_t)it.first + u / 4) * kValue + (u & 3) * 128 + 4 * lane) * 2) = bits;
-      });
+      [&](int u, const float4& sum) { put_unit(p, it, u, sum, lane); });
 }

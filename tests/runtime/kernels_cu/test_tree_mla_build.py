@@ -72,6 +72,9 @@ def test_candidates_are_legal_and_cover_every_page_size(arch):
         ({"octets": 9, "heads": 12}, "multiple of 8"),
         ({"rows": True}, "18 slots"),
         ({"rows": True, "slots": 18, "wgmma": False}, "wgmma"),
+        ({"trials": (("EARLY_KEY", 1),)}, "EARLY_KEY is no trial"),
+        ({"trials": (("EARLY_KEYS", 1),), "wgmma": False, "octets": 1, "slots": 9}, "with wgmma"),
+        ({"trials": (("AS_THEY_LAND", 1),), "ahead": 3, "slots": 11}, "17 or more"),
     ],
 )
 def test_a_broken_rule_is_named(change, rule):

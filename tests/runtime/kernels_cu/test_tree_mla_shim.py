@@ -85,6 +85,24 @@ CASES |= {
 }  # fmt: skip
 
 
+SOFTMAX = {"HOLD_MAXIMA": 1, "STRAIGHT": 3}
+TRIALS = {  # of prim/mla_trials.cuh
+    "wgmma: tree, several splits": {"EARLY_KEYS": 1, "NEXT_IN_L2": 1, "KEYS_STAY": 1, **SOFTMAX},
+    "wgmma: bf16 partials, dead rows": {"EARLY_KEYS": 1, "MERGE_LATER": 1},
+    "wgmma: nine octets, a tile ahead, pages of 48": {"MERGE_LATER": 1, "AS_THEY_LAND": 1, **SOFTMAX},
+    "rows: 64 heads, bf16 partials": {"EARLY_KEYS": 1, "NEXT_IN_L2": 1, "SOFTEN_FIRST": 1, "OWN_FIRST": 1},
+    "rows: ragged, every tile a split, pages of 16": {"EARLY_KEYS": 1, "MERGE_LATER": 1},
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_trials_match_the_definition(shim, name):
+    config, batch = CASES[name]
+    got = check(batch, shim, replace(config, trials=tuple(TRIALS[name].items())), descending=True)
+    if not TRIALS[name].keys() & {"MERGE_LATER", "AS_THEY_LAND"}:  # which sum in another order
+        check_bitwise(got, run(batch, shim, config))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(shim, name):
     config, batch = CASES[name]
