@@ -15,13 +15,12 @@ from model.grammar import GrammarCompiler
 from model.reasoning import starts_in_reasoning
 from model.tokenizer import Tokenizer
 from runtime import loading, stages
-from runtime.config import AUTO, EngineConfig, SpeculativeConfig
+from runtime.chosen import Chosen, choose
+from runtime.config import AUTO, SpeculativeConfig
 from runtime.constraint import check_sampling
-from runtime.cuda_loading import Choice, choose_backend
 from runtime.engine import Engine, QueueFull
 from runtime.env import load_env
 from runtime.executor import Executor
-from runtime.load_config import LoadConfig
 from runtime.measure import budget_speculation, curve_folder
 from runtime.pace import Pace
 from runtime.speculate import Speculator, make_speculator
@@ -83,6 +82,8 @@ def load(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     distributed_executor: str = "local",
+    nnodes: int | None = None,
+    master_addr: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int | None = None,
@@ -108,21 +109,23 @@ def load(
     to 1,024); batch_invariant: a row's bits do not depend on what shares its step (the CPU's never do). scheduling_policy "priority":
     lower priorities first. tpot_target_ms: admission and prompt chunks hold the mean time of an output token to it (runtime/pace.py).
     pipeline_parallel_size: stages of layers, each of tensor_parallel_size ranks on one host (runtime/stages.py).
-    distributed_executor: who starts the ranks beside the first, "local" or "ray" (runtime/ray_ranks.py).
+    distributed_executor: who starts the ranks beside the first, "local" or "ray" (runtime/ray_ranks.py); with master_addr each of
+    nnodes hosts starts its own stage (runtime/chosen.py).
     Raises ValueError, FileNotFoundError or CheckpointError naming file, key and values.
     """
-    if distributed_executor not in loading.DISTRIBUTED:
-        raise ValueError(f"distributed_executor: {distributed_executor!r} is not one of {', '.join(loading.DISTRIBUTED)}")
-    if dtype not in loading.DTYPES:
-        raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
-    here = tensor_parallel_size * (pipeline_parallel_size if distributed_executor == "local" else 1)
-    choice = choose_backend(backend, dtype, here)
-    activations = loading.DTYPES[dtype] if choice.backend == "numpy" else "bfloat16"
-    speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_config), choice.backend, tpot_target_ms is not None)
-    source = loading.open_source(model, speculative, LoadConfig.parse(load_format, hf_overrides))
-    config = loading.first_config(
-        choice.backend,
-        cudagraph_capture_sizes,
+    chosen = choose(
+        model,
+        speculative_config=speculative_config,
+        load_format=load_format,
+        hf_overrides=hf_overrides,
+        backend=backend,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        distributed_executor=distributed_executor,
+        nnodes=nnodes,
+        master_addr=master_addr,
+        cudagraph_capture_sizes=cudagraph_capture_sizes,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -138,36 +141,25 @@ def load(
         scheduling_policy=scheduling_policy,
         tpot_target_ms=tpot_target_ms,
     )
-    config.check_speculation(speculative)
-    config = loading.fit_config(config, source, activations, choice.backend)
-    tp, pp = tensor_parallel_size, pipeline_parallel_size
-    parts = _Parts(source, config, speculative, choice, activations, tp, pp, Tokenizer.load(source.path))
-    executor = stages.make_executor(source, config, speculative, activations, tp, progress, choice.backend, distributed_executor, pp)
-    return _join(parts, executor, served_model_name, seed, progress)
+    tokenizer = Tokenizer.load(chosen.source.path)
+    return _join(chosen, tokenizer, _start(chosen, progress), served_model_name, seed, progress)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What was chosen before any weight was read."""
-
-    source: loading.Source
-    config: EngineConfig
-    speculative: SpeculativeConfig
-    choice: Choice
-    activations: str
-    tp: int
-    pp: int
-    tokenizer: Tokenizer
+def _start(chosen: Chosen, progress: Callable[[str], None]) -> Executor:
+    what = (chosen.source, chosen.config, chosen.speculative, chosen.activations, chosen.tp, progress, chosen.choice.backend)
+    return stages.make_executor(*what, chosen.distributed, chosen.pp, chosen.master)
 
 
-def _join(parts: _Parts, executor: Executor, name: str | None, seed: int | None, progress: Callable[[str], None]) -> Loaded:
+def _join(
+    chosen: Chosen, tokenizer: Tokenizer, executor: Executor, name: str | None, seed: int | None, progress: Callable[[str], None]
+) -> Loaded:
     """An engine over an executor, with all that a server needs beside it."""
-    source, config, tokenizer = parts.source, parts.config, parts.tokenizer
+    source, config = chosen.source, chosen.config
 
     def make_stream(params: SamplingParams) -> TextStream:
         return TextStream(tokenizer.stream(params.skip_special_tokens), params, tokenizer.eos_ids)
 
-    speculator, pace = _make_speculator(parts, executor, progress)
+    speculator, pace = _make_speculator(chosen, executor, progress)
     engine = Engine(executor, config, make_stream, speculator, eos_ids=tokenizer.eos_ids, pace=pace)
     return Loaded(
         engine=engine,
@@ -177,30 +169,30 @@ def _join(parts: _Parts, executor: Executor, name: str | None, seed: int | None,
         max_model_len=engine.max_model_len,
         vocab_size=source.target.vocab,
         draft_depth=executor.limits.draft_depth,
-        summary=_summary(parts, executor.limits.num_pages),
+        summary=_summary(chosen, executor.limits.num_pages),
         defaults=loading.generation_defaults(source.path),
         rng=loading.rng_seed(seed),
         grammars=GrammarCompiler(tokenizer, source.target.vocab),
     )
 
 
-def _make_speculator(parts: _Parts, executor: Executor, progress: Callable[[str], None]) -> tuple[Speculator, Pace | None]:
+def _make_speculator(chosen: Chosen, executor: Executor, progress: Callable[[str], None]) -> tuple[Speculator, Pace | None]:
     """The speculator asked for, and what holds a latency target.
 
     The model, its activations and the device ("": the CPU) tell stored cost curves apart.
     """
-    config, speculative, source = parts.config, parts.speculative, parts.source
+    config, speculative, source = chosen.config, chosen.speculative, chosen.source
     if speculative.tree_budget != AUTO and config.tpot_target_ms is None:
         return make_speculator(executor, speculative), None
     progress("cost curve")
-    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{parts.activations}{f'-pp{parts.pp}' * (parts.pp > 1)}"
+    name = f"{source.path.name}-{source.target.layers}x{source.target.experts}-{chosen.activations}{f'-pp{chosen.pp}' * (chosen.pp > 1)}"
     folder = curve_folder(load_env().cache_dir)
-    return budget_speculation(executor, config, speculative, name, parts.tp, folder, parts.choice.device)
+    return budget_speculation(executor, config, speculative, name, chosen.tp, folder, chosen.choice.device)
 
 
-def _summary(parts: _Parts, pages: int) -> str:
-    config, speculative, choice = parts.config, parts.speculative, parts.choice
-    c, drafter, cut = parts.source.target, parts.source.drafter, f", {parts.pp} stages" if parts.pp > 1 else ""
+def _summary(chosen: Chosen, pages: int) -> str:
+    config, speculative, choice = chosen.config, chosen.speculative, chosen.choice
+    c, drafter, cut = chosen.source.target, chosen.source.drafter, f", {chosen.pp} stages" if chosen.pp > 1 else ""
     how = "no speculation"
     if drafter and speculative.method == "dflash":
         how = f"DFlash chain of {speculative.num_speculative_tokens or drafter.depth}"
@@ -208,8 +200,8 @@ def _summary(parts: _Parts, pages: int) -> str:
         how = f"DDTree of {speculative.tree_budget} nodes, depth {speculative.num_speculative_tokens or drafter.depth}"
     graphs = "" if choice.backend == "numpy" else ", eager" if config.enforce_eager else f", graphs of {len(config.buckets)} sizes"
     return (
-        f"{parts.source.path.name}: {c.layers} layers, {c.experts} experts top-{c.top_k} · "
-        f"{choice.backend} {parts.activations}, TP {parts.tp}{cut}{graphs} ({choice.reason}) · {how} · "
+        f"{chosen.source.path.name}: {c.layers} layers, {c.experts} experts top-{c.top_k} · "
+        f"{choice.backend} {chosen.activations}, TP {chosen.tp}{cut}{graphs} ({choice.reason}) · {how} · "
         f"{(pages - 1) * config.block_size:,} cache tokens in pages of {config.block_size} · context {config.max_model_len:,}"
     )
 

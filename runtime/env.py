@@ -27,6 +27,7 @@ class Env:
     api_key: str | None = field(default=None, repr=False)
     cache_dir: Path | None = None
     nvtx: bool = False
+    stage_token: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 def _parse_secret(text: str) -> str:
     if not text.strip():
-        raise ValueError("is blank; unset it to serve without a key")
+        raise ValueError("is blank; unset it to go without")
     return text
 
 
@@ -105,6 +106,7 @@ ENV_TABLE: tuple[EnvEntry, ...] = (
         _parse_dir,
     ),
     _entry("RUNTIME_NVTX", "bool", "Mark the stages of a step as NVTX ranges, for Nsight Systems.", _parse_bool),
+    _entry("RUNTIME_STAGE_TOKEN", "text", "The secret that the nodes of one model share (--master-addr).", _parse_secret),
 )
 
 
@@ -112,7 +114,7 @@ def load_env(environ: Mapping[str, str] | None = None) -> Env:
     """Parses the RUNTIME_* variables of `environ` (default: os.environ) into an Env.
 
     ValueError names the variable, its value and what it accepts; a RUNTIME_* name close to one of
-    the table is refused with the name that was probably meant. The value of RUNTIME_API_KEY is
+    the table is refused with the name that was probably meant. The values of secrets are
     never repeated in an error.
     """
     environ = os.environ if environ is None else environ
@@ -130,6 +132,6 @@ def load_env(environ: Mapping[str, str] | None = None) -> Env:
         try:
             values[entry.field] = entry.parse(text)
         except ValueError as error:
-            shown = "" if entry.name == "RUNTIME_API_KEY" else f"={text!r}"
+            shown = "" if entry.parse is _parse_secret else f"={text!r}"
             raise ValueError(f"environment variable {entry.name}{shown}: {error}") from None
     return Env(**values)

@@ -28,7 +28,7 @@ _GREETING = struct.Struct("<4sI32s")
 _MAGIC = b"STGE"
 
 
-class StageRefused(RuntimeError):
+class StageRefused(ValueError):
     """The other end is not what was expected there; the text says in what, with both values."""
 
 

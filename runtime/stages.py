@@ -26,7 +26,7 @@ from runtime.pipeline import Blobs, CapturedPipeline, Pipeline, StageLives, foll
 from runtime.ray_ranks import RayStages
 from runtime.spawn import RankJob, SpawnedPeers
 from runtime.stage_comm import StagePlace, exchange_as_first, exchange_as_other
-from runtime.stage_hello import StageDiffers, StageRefused, answer, call, differences
+from runtime.stage_hello import StageDiffers, answer, call, differences
 from runtime.stage_link import Link, StageLost, accept, connect, listen
 from runtime.stage_records import NEXT
 
@@ -215,7 +215,7 @@ def _meet(
         except StageDiffers:
             sock.close()
             raise
-        except (StageRefused, StageLost, ValueError) as error:  # whoever finds this port
+        except (StageLost, ValueError) as error:  # whoever finds this port
             LOG.warning("a call from %s is not taken: %s", address, error)
             sock.close()
             continue
@@ -252,7 +252,7 @@ def _neighbours(link: Link, job: RankJob, listener: socket.socket) -> tuple[Link
         sock, address = accept(listener, check)
         try:
             before, _ = answer(sock, f"stage {job.stage - 1}", job.token, judge, deadline_s)
-        except (StageRefused, StageLost, ValueError) as error:
+        except (StageLost, ValueError) as error:
             LOG.warning("a call from %s is not taken: %s", address, error)
             sock.close()
             continue

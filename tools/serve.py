@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from server.habits import BriefParser, add_habits
 from server.lifecycle import HttpServer, ServeOptions
 from server.limits import Limits
 from server.metrics import PREFIXES, Metrics
-from server.options import OptionError, WideHelp, add_model_options, layers_of, load_from, model_of, speculative_of
+from server.options import OptionError, WideHelp, add_model_options, layers_of, load_from, load_options, model_of, speculative_of
 from server.service import Service
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ examples:
     python tools/serve.py /models/kimi-k2.6 --spec-method dflash --spec-tokens 7
   open to other machines, behind a key (clients send Authorization: Bearer KEY)
     RUNTIME_API_KEY=… python tools/serve.py --host 0.0.0.0
+  a model over two hosts, eight GPUs each; the same on both but for the last number, and node 0 serves
+    RUNTIME_STAGE_TOKEN=… python tools/serve.py /models/kimi-k2.6 -tp 8 -pp 2 --master-addr 10.0.0.1:5000 --node-rank 0
   how well drafts are accepted, in every answer
     python tools/serve.py --per-request-spec-decode-metrics summary
 
@@ -206,11 +209,36 @@ def serve(args: argparse.Namespace) -> int:
             trace.close()
 
 
+def follow(args: argparse.Namespace) -> int:
+    """Holds one stage of the model that node 0 serves, until that stops; returns the exit code. Raises as `serve`."""
+    from runtime.chosen import follow_node
+    from runtime.lives import RankFailed
+    from runtime.stage_link import StageLost
+
+    log = logging.getLogger("server")
+
+    def ask_again(number: int, frame: object) -> None:
+        log.warning("this node ends when node 0 does; a second signal ends it now")
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to all nodes, and node 0 drains first
+        signal.signal(number, ask_again)
+    try:
+        stage = follow_node(model_of(args), args.node_rank, **load_options(args))
+        log.info("stage %d is loaded", args.node_rank)
+        stage.follow()
+    except (StageLost, RankFailed) as failed:
+        log.error("%s", failed)
+        return 1
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_with_config(make_parser(), sys.argv[1:] if argv is None else argv)
         logging.basicConfig(level=load_env().log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        return serve(args)
+        return follow(args) if args.node_rank else serve(args)
     except (ValueError, OSError) as error:
         logging.getLogger("server").debug("serve failed", exc_info=True)
         print(f"serve: error: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from runtime.api import LLM
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.lives import RankFailed
 from runtime.speculate import NoSpeculation, TreeSpeculation
+from runtime.stage_hello import StageRefused
 from runtime.types import Request, SamplingParams
 from tests.runtime.test_processes import GREEDY, SEEDED, children, gone, requests, texts, texts_or_raise
 from tests.worlds import Got, World, run
@@ -166,7 +167,7 @@ def test_a_stage_that_was_told_other_things_is_refused_with_both_values(tiny: st
         return dataclasses.replace(job, config=job.config.replace(max_num_seqs=7)) if job.stage else job
 
     monkeypatch.setattr(stages, "stage_job", other)
-    with pytest.raises(stages.StageRefused, match="max_num_seqs is 64 here and 7 at stage 1"):
+    with pytest.raises(StageRefused, match="max_num_seqs is 64 here and 7 at stage 1"):
         open_world(tiny, 2)
     assert children() == before
 
