@@ -96,10 +96,6 @@ def _add_rank_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--distributed-executor", default="local", choices=("local", "ray"), help="who starts the other ranks: this process or Ray"
     )
-    address_help = "where node 0 waits for the others, if each of P hosts is started by hand; needs RUNTIME_STAGE_TOKEN"
-    group.add_argument("--master-addr", "--dist-init-addr", dest="master_addr", metavar="HOST:PORT", help=address_help)
-    group.add_argument("--nnodes", type=int, metavar="P", help="hosts, a stage each (default: as many as stages)")
-    group.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is; node 0 serves (default 0)")
 
 
 def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
@@ -215,8 +211,6 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         "tensor_parallel_size": args.tensor_parallel_size,
         "pipeline_parallel_size": args.pipeline_parallel_size,
         "distributed_executor": args.distributed_executor,
-        "nnodes": args.nnodes,
-        "master_addr": args.master_addr,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,

@@ -98,6 +98,19 @@ def make_parser() -> argparse.ArgumentParser:
     timeout_help = "seconds that a request may take, waiting included; then it ends with a 504 (default: no limit)"
     group.add_argument("--request-timeout", type=float, default=0.0, metavar="S", help=timeout_help)
     group.add_argument("--access-log", action="store_true", help="one line for each request")
+    group = parser.add_argument_group(
+        "nodes", "A model over several hosts, each started by hand with the same options; Ray starts them itself."
+    )
+    address_help = "where node 0 waits for the others; all need the same RUNTIME_STAGE_TOKEN"
+    group.add_argument("--master-addr", "--dist-init-addr", dest="master_addr", metavar="HOST:PORT", help=address_help)
+    group.add_argument("--nnodes", type=int, metavar="P", help="hosts, a stage each (default: as many as stages)")
+    group.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is; node 0 serves (default 0)")
+    _add_observation(parser)
+    add_habits(parser)
+    return parser
+
+
+def _add_observation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("observation")
     log_help = "seconds between two lines about throughput, queue, cache and speculation in the log; 0 for none (default 10)"
     group.add_argument("--log-stats-interval", type=float, default=10.0, metavar="S", help=log_help)
@@ -107,8 +120,6 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--metrics-prefix", choices=sorted(PREFIXES), default="both", help="names in /metrics (default both)")
     detail_help = "metrics.speculative_decoding in answers with usage"
     group.add_argument("--per-request-spec-decode-metrics", choices=("none", "summary", "detailed"), default="none", help=detail_help)
-    add_habits(parser)
-    return parser
 
 
 class LoadingBar:
@@ -174,7 +185,7 @@ def serve(args: argparse.Namespace) -> int:
     trace = None if args.trace is None else StepTrace(args.trace)
 
     def load() -> Loaded:
-        loaded = load_from(args, bar)
+        loaded = load_from(args, bar, nnodes=args.nnodes, master_addr=args.master_addr)
         loaded.engine.trace_to(trace)
         loaded.engine.start()
         return loaded
@@ -225,7 +236,7 @@ def follow(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends them to all nodes, and node 0 drains first
         signal.signal(number, ask_again)
     try:
-        stage = follow_node(model_of(args), args.node_rank, **load_options(args))
+        stage = follow_node(model_of(args), args.node_rank, nnodes=args.nnodes, master_addr=args.master_addr, **load_options(args))
         log.info("stage %d is loaded", args.node_rank)
         stage.follow()
     except (StageLost, RankFailed) as failed:
