@@ -1,8 +1,8 @@
-"""Two stages on the CPU shim, a process each: hidden states handed on inside recorded steps, plans and results between hosts."""
+"""Two stages on the CPU shim, a process each, loaded as on GPUs: hidden states handed on inside recorded steps, plans between hosts."""
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,35 +10,25 @@ from typing import Any
 
 import pytest
 
-from model import dflash, kimi_k26
-from model.bound import BoundModel, Drafter
-from model.stages import stages_of
 from model.tiny import make_tiny
-from model.weights import Checkpoint
-from runtime.comm import SoloComm
-from runtime.config import EngineConfig, SpeculativeConfig
-from runtime.cuda_worker import CudaWorker
+from runtime import loading
+from runtime.config import SpeculativeConfig
 from runtime.graph.driver import ListDriver
-from runtime.kernels_cu.backend import CudaBackend
-from runtime.kernels_cu.stage_peers import DeviceNeighbours
-from runtime.loading import plan_layout
-from runtime.pipeline import Blobs, CapturedPipeline, StageLives, follow_stage, wait_ready
-from runtime.plan import DraftLayout
+from runtime.kernels_cu import peers_cuda
+from runtime.pipeline import CapturedPipeline, StageLives, follow_stage, wait_ready
 from runtime.speculate import NoSpeculation, TreeSpeculation
-from runtime.stage_comm import HostNeighbours, StagePlace
+from runtime.stage_comm import HostNeighbours, StagePlace, exchange_as_first, exchange_as_other
 from runtime.stage_link import Link, accept, connect, listen
-from runtime.stages import Elsewhere
+from runtime.stages import Elsewhere, Master, blobs_of, stage_job
 from runtime.types import SamplingParams
-from runtime.worker import Limits
 from tests.forks import on_ranks
 from tests.runtime.graph.test_ranks_shim import SIZES, HostCall, bytes_at, generate
 from tests.shim_device import ShimDevice
 
-PAGE, LENGTH = 16, 64
-LIMITS = Limits(SIZES["vocab_size"], 4, 16, PAGE, LENGTH, draft_depth=3, draft_top_k=4)
-CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=4, max_model_len=LENGTH, block_size=PAGE, num_pages=16, buckets=(1, 4))
+TREES = SpeculativeConfig(method="ddtree")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=2, logprobs=2)
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,63 +43,23 @@ class HostLine:
     def send(self, address: int, nbytes: int) -> HostCall:
         return HostCall(lambda: self.near.send(bytes_at(address, nbytes)))
 
-
-def worker(path: Path, shim: Any, number: int, count: int, near: HostNeighbours | None) -> CudaWorker:
-    """One stage: its layers, and on the last the drafter."""
-    backend = CudaBackend(ShimDevice(shim))
-    target, drafted = Checkpoint.open(path), Checkpoint.open(path / "drafter")
-    c, d = kimi_k26.Config.from_json(target.config), dflash.Config.from_json(drafted.config)
-    stage = stages_of(c.layers, count, drafts=True)[number]
-    weights = kimi_k26.load(target, c, backend, 0, 1, LENGTH + 4, stage=stage)
-    cache, drafter = backend.zeros((len(weights.layers), 16 * PAGE, c.cache_width)), None
-    if stage.heads:
-        drafter = Drafter(d, dflash.load(drafted, d, backend, LENGTH + 4), dflash.make_cache(backend, d, 16 * PAGE))
-    handing = DeviceNeighbours(backend, HostLine(near)) if near else None
-    model = BoundModel(c, weights, cache, PAGE, LENGTH + 3, drafter, handing, d.taps)
-    limits = LIMITS if stage.heads else dataclasses.replace(LIMITS, draft_depth=0)
-    return CudaWorker(ListDriver(backend.device), backend, SoloComm(), model, limits, plan_layout(CONFIG, limits), (1, 4))
+    def failure(self) -> str | None:
+        return None
 
 
-def texts(path: Path, executor: Any) -> list[Any]:
-    trees = generate(path, executor, GREEDY, TreeSpeculation(executor, SpeculativeConfig(tree_budget=1)))
-    seeded = generate(path, executor, SEEDED, NoSpeculation())
-    return [(got.tokens, got.logprobs, got.accepted) for got in (*trees.values(), *seeded.values())]
+class Small(ListDriver):
+    """A device with so much free memory, in bytes."""
+
+    free = 0
+    peers: Any = None
+
+    def free_bytes(self) -> tuple[int, int]:
+        return self.free, self.free
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("stages") / "model", seed=3, **SIZES)
-
-
-def test_two_stages_draw_what_one_draws(path: Path, shim: Any) -> None:
-    """To the bit: the same kernels on the same rows, hidden states copied as they lie. Every size is captured on both."""
-    whole = worker(path, shim, 0, 1, None)
-    want = texts(path, whole)
-    plans, states = connection(), connection()
-    layout = plan_layout(CONFIG, LIMITS)
-    blobs = Blobs.of(layout, DraftLayout(layout.max_seqs, layout.max_pages, layout.max_rows))
-
-    def on_stage(number: int) -> Any:
-        told, handed = (Link(pair[number], f"stage {1 - number}", 60.0) for pair in (plans, states))
-        place = StagePlace(number, 2, before=handed if number else None, after=None if number else handed)
-        own = worker(path, shim, number, 2, HostNeighbours(place, None))
-        ops = [{record.op for record in program.records} for program in own.programs() if program.kind == "step"]
-        assert all(("send" in found, "receive" in found, "sample" in found) == (not number, bool(number), bool(number)) for found in ops)
-        if number:
-            follow_stage(own, told, blobs)
-            return told.close()
-        peers = Elsewhere()
-        lives = StageLives(peers, 2)
-        peers.lives, lives.links = lives, [told]
-        wait_ready(lives.links, lives.check)
-        pipeline = CapturedPipeline(own, lives, blobs, [1, 1], LIMITS.draft_depth)
-        assert pipeline.limits.draft_depth == 3
-        found = texts(path, pipeline), pipeline.capture([1])
-        pipeline.close()
-        return found
-
-    (got, captured), _ = on_ranks(2, on_stage, 300.0)
-    assert got == want and captured > 0
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -119,3 +69,53 @@ def connection() -> tuple[socket.socket, socket.socket]:
     theirs, _ = accept(listener, lambda: None)
     listener.close()
     return ours, theirs
+
+
+def texts(path: Path, executor: Any) -> list[Any]:
+    trees = generate(path, executor, GREEDY, TreeSpeculation(executor, SpeculativeConfig(tree_budget=1)))
+    seeded = generate(path, executor, SEEDED, NoSpeculation())
+    return [(got.tokens, got.logprobs, got.accepted) for got in (*trees.values(), *seeded.values())]
+
+
+def test_two_stages_draw_what_one_draws(path: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: the same kernels on the same rows, hidden states copied as they lie. Pages are those of the smaller stage."""
+    source = loading.open_source(path, TREES)
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "max_model_len": 64, "block_size": 16}
+    config = loading.fit_config(loading.first_config("cuda", [1], **given), source, "bfloat16", "cuda")
+    plans, states = connection(), connection()
+    last = loading.stage_of(source, StagePlace(1, 2))
+    sixteen = int(16.5 * 16 * loading.bytes_per_token(source, 2, 1, last) / config.gpu_memory_utilization)
+
+    def load(free: int, place: StagePlace | None = None) -> Any:
+        driver = Small(ShimDevice(shim))
+        driver.free = free
+        return loading.make_gpu_executor(source, config, TREES, LOG.debug, driver, place=place)
+
+    def on_stage(number: int) -> Any:
+        told, handed = (Link(pair[number], f"stage {1 - number}", 60.0) for pair in (plans, states))
+        exchange = exchange_as_other(told, 1, 2) if number else exchange_as_first([told], lambda: None)
+        place = StagePlace(number, 2, 0, exchange, handed if number else None, None if number else handed, told.lost)
+        monkeypatch.setattr(peers_cuda, "open_line", lambda *_: HostLine(HostNeighbours(place, None)))
+        own = load([1 << 20, sixteen][number], place)
+        ops = [{record.op for record in program.records} for program in own.programs() if program.kind == "step"]
+        assert all(("send" in found, "receive" in found, "sample" in found) == (not number, bool(number), bool(number)) for found in ops)
+        assert all(program.captured for program in own.programs())
+        blobs = blobs_of(source, stage_job(source, config, TREES, "bfloat16", "cuda", 1, place, Master("", 1, "")))
+        if number:
+            follow_stage(own, told, blobs)
+            told.close()
+            return own.limits.num_pages
+        peers = Elsewhere()
+        lives = StageLives(peers, 2)
+        peers.lives, lives.links = lives, [told]
+        wait_ready(lives.links, lives.check)
+        pipeline = CapturedPipeline(own, lives, blobs, [1, 1], source.drafter.depth if source.drafter else 0)
+        assert (own.limits.draft_depth, pipeline.limits.draft_depth) == (0, 3)
+        found = texts(path, pipeline), pipeline.capture([1]), own.limits.num_pages
+        pipeline.close()
+        assert own.driver.peers() is not None, "a step would not wait for a stage that is gone"
+        return found
+
+    (got, captured, pages), theirs = on_ranks(2, on_stage, 300.0)
+    assert captured > 0 and pages == theirs == 16
+    assert got == texts(path, load(1 << 20))
