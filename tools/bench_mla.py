@@ -5,6 +5,8 @@
     python tools/bench_mla.py --cases 8x10x9x65536 --json tools/results/mla_h200.jsonl
     python tools/bench_mla.py --check                                # numerics only
     python tools/bench_mla.py --predict                              # no GPU needed
+    python tools/bench_mla.py --variants --json tools/results/mla_variants_h200.jsonl  # of the kernels, tools/mla_variants.py
+    python tools/bench_mla.py --variants --build                     # compiles them; no GPU needed
 
 Numerics come first: ragged batches against the NumPy definition, then rows of the very case against float64; a wrong kernel
 gets no time. Timed is a CUDA graph of one layer's launch a call, each call with a page table of its own over a pool of
@@ -21,7 +23,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict
 from runtime.ops import OPS
 from runtime.tree import ancestor_bits
 from tools.mla_rig import Attention, as_float
+from tools.mla_variants import describe
 
 H200 = HARDWARE["h200"]
 PAGE, PAGES, WIDTH, VALUE, SCALE = 64, 24576, 576, 512, 0.1447
@@ -123,29 +127,32 @@ class Bench:
         self.arrays = {name: cp.asarray(a) for name, a in host.items()}
         self.room: dict[str, Any] = {}
 
-    def launches(self, config: Config) -> tuple[Any, list[Any]]:
-        """The plan and one launch for each page table."""
-        from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, plan_launch, workspace_bytes
+    def launches(self, config: Config, promotion: int = 3) -> tuple[Any, list[Any]]:
+        """The plan, and for each page table a launch or two."""
+        from runtime.kernels_cu._tensor_map import tensor_map
+        from runtime.kernels_cu.tree_mla import build_kernels, layer_call, merge_launch, merges_later, plan_launch, workspace_bytes
 
         cp, d = self.cp, self.case.dims
         kernels = build_kernels(d, config, self.rig.arch, self.rig.sms)
         self.room = {name: cp.zeros(size, cp.uint8) for name, size in workspace_bytes(d, config, self.rig.sms).items()}
         at = {name: a.data.ptr for name, a in (self.room | self.arrays).items()}
         at |= {"q": self.q.data.ptr, "cache": self.pool.data.ptr, "out": self.out.data.ptr, "pages": at["tables"]}
-        step = self.tables[0].nbytes
-        layers = [layer_launch(kernels, at | {"pages": at["tables"] + k * step}, SCALE, slots=PAGES * PAGE) for k in range(self.case.calls)]
+        layers = []
+        for k in range(self.case.calls):
+            here = at | {"pages": at["tables"] + k * self.tables[0].nbytes}
+            call = layer_call(d, config, kernels.blocks, here, SCALE, slots=PAGES * PAGE)
+            if promotion != 3:
+                keys = tensor_map(at["cache"], PAGES * PAGE, WIDTH, 2 * WIDTH, PAGE, promotion)
+                call = replace(call, arguments=(call.arguments[0], keys, *call.arguments[2:]))
+            layers.append(call.launch(kernels.functions))
+            if merges_later(config):
+                layers.append(merge_launch(kernels, here, SCALE))
         return plan_launch(kernels, at), layers
 
-    def error(self, launches: tuple[Any, list[Any]]) -> float:
-        """Largest relative L2 error of a few rows of the first and the last stream, against float64; inf for anything not finite."""
-        cp, case, stream = self.cp, self.case, self.rig.stream
-        self.out[...] = 0xFFFF
-        self.room["part"][...] = 0xFF
-        cp.cuda.Device().synchronize()
-        launches[0].run(stream.ptr)
-        launches[1][0].run(stream.ptr)
-        stream.synchronize()
-        worst = 0.0
+    @cached_property
+    def wanted(self) -> list[tuple[int, int, np.ndarray]]:
+        """(row, head, output in float64) of a few rows of the first and the last stream of the first page table."""
+        cp, case, found = self.cp, self.case, []
         for b in {0, case.streams - 1}:
             place = np.arange(case.ctx + case.q)
             rows = cp.asarray(self.tables[0, b, place // PAGE].astype(np.int64) * PAGE + place % PAGE)
@@ -158,14 +165,27 @@ class Bench:
                 for head in {0, case.heads - 1}:
                     score = keys @ as_float(cp.asnumpy(self.q[i * case.heads + head])).astype(np.float64) * SCALE
                     weight = np.where(seen, np.exp(score - score[seen].max()), 0.0)
-                    want = weight @ keys[:, :VALUE] / weight.sum()
-                    got = as_float(cp.asnumpy(self.out[i, head])).astype(np.float64)
-                    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-                    worst = max(worst, error if np.isfinite(error) else float("inf"))
+                    found.append((i, head, weight @ keys[:, :VALUE] / weight.sum()))
+        return found
+
+    def error(self, launches: tuple[Any, list[Any]]) -> float:
+        """Largest relative L2 error of the rows of `wanted`; inf for anything not finite. `out` is then the whole output."""
+        cp, stream = self.cp, self.rig.stream
+        self.out[...] = 0xFFFF
+        self.room["part"][...] = 0xFF
+        cp.cuda.Device().synchronize()
+        for launch in (launches[0], *launches[1][: len(launches[1]) // self.case.calls]):
+            launch.run(stream.ptr)
+        stream.synchronize()
+        worst = 0.0
+        for i, head, want in self.wanted:
+            got = as_float(cp.asnumpy(self.out[i, head])).astype(np.float64)
+            error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+            worst = max(worst, error if np.isfinite(error) else float("inf"))
         return worst
 
-    def time_us(self, launches: list[Any], seconds: float = 0.2) -> float:
-        """Median microseconds of a launch inside a graph of all of them."""
+    def time_us(self, launches: list[Any], seconds: float = 0.2, calls: int = 0) -> float:
+        """Median microseconds of a call inside a graph of all launches; calls: 0 if each is one."""
         cp, stream = self.cp, self.rig.stream
         with stream:
             stream.begin_capture()
@@ -182,14 +202,8 @@ class Bench:
             graph.launch(stream)
             stop.record(stream)
             stop.synchronize()
-            samples.append(cp.cuda.get_elapsed_time(start, stop) * 1e3 / len(launches))
+            samples.append(cp.cuda.get_elapsed_time(start, stop) * 1e3 / (calls or len(launches)))
         return float(np.median(samples))
-
-
-def describe(c: Config) -> str:
-    kind = "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
-    ahead, parts, chunk = f" a{c.ahead}" if c.ahead else "", "" if c.float_parts else " b16", f" c{c.chunk}" if c.chunk else ""
-    return f"{kind} n{c.columns} s{c.slots}{ahead}{parts}{chunk}"
 
 
 def check_numerics(arch: str) -> None:
@@ -255,7 +269,7 @@ def measure(options: argparse.Namespace) -> None:
             if not error < MAX_ERROR:
                 print(f"  {describe(config)}: WRONG, relative error {error:.2e}; not timed", flush=True)
                 continue
-            us, plan_us = bench.time_us(launches[1]), bench.time_us([launches[0]] * 16, 0.02)
+            us, plan_us = bench.time_us(launches[1], calls=case.calls), bench.time_us([launches[0]] * 16, 0.02)
             w = work(case.dims, config, rig.sms)
             print(f"  {describe(config):<28} {us:9.1f} us, plan {plan_us:5.1f} us, {w.splits} splits, error {error:.1e}", flush=True)
             if best is None or us < best[0]:
@@ -293,10 +307,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="append a record a case")
     parser.add_argument("--check", action="store_true", help="numerics only")
     parser.add_argument("--predict", action="store_true", help="predicted times, without a GPU")
+    parser.add_argument("--variants", action="store_true", help="today's build beside those that await a measurement")
+    parser.add_argument("--build", action="store_true", help="with --variants: compile them, run nothing")
+    parser.add_argument("--seconds", type=float, default=140.0, help="with --variants: none is begun after so many")
+    parser.add_argument("--first", type=int, default=0, help="with --variants: the job to begin with, as an earlier run names it")
     parser.add_argument("--most", type=int, default=10, help="configurations tried a case, likeliest first")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     options = parser.parse_args(arguments)
-    (predict if options.predict else measure)(options)
+    if options.variants:
+        from tools.mla_side_by_side import measure_variants
+
+        measure_variants(options)
+    else:
+        (predict if options.predict else measure)(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention on the GPU for tests and the benchmark: one batch, its scratch arrays, its two launches."""
+"""Attention on the GPU for tests and the benchmark: one batch, its scratch arrays, its launches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from runtime.kernels_cu.device import arch_of_device
-from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, plan_launch, workspace_bytes
+from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, merge_launch, merges_later, plan_launch, workspace_bytes
 from runtime.kernels_cu.tree_mla_config import Config
 
 PLAN = ("ctx", "row0", "seq", "ancestors", "pages")
@@ -37,6 +37,8 @@ class Attention:
         kernels = build_kernels(d, config, arch, sms)
         at = {name: a.data.ptr for name, a in room.items()}
         self.launches = [plan_launch(kernels, at), layer_launch(kernels, at, scale, slots=len(batch.cache))]
+        if merges_later(config):
+            self.launches.append(merge_launch(kernels, at, scale))
         cp.cuda.Device().synchronize()
 
     def enqueue(self) -> None:

@@ -390,9 +390,10 @@ struct Walker {
 #endif
 
   // If the maxima moved, what was summed under the old ones shrinks.
-  __device__ __forceinline__ void follow_maxima(bool owner) {
+  __device__ __forceinline__ void follow_maxima(bool owner, bool first) {
     if (!(int)lds_u32(tail(kMoved) + 4 * (tile & 1))) return;
     if (!owner) which ^= 1;
+    if (HOLD_MAXIMA && first) return;                      // nothing is summed yet
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
       const float2 old = lds_f32x2(maximum(which ^ 1, 8 * b + 2 * q)), now = lds_f32x2(maximum(which, 8 * b + 2 * q));
@@ -455,7 +456,7 @@ struct Walker {
 #endif
       bar_wait(tail(kReady), tile & 1);
       stamp(detail + 2, detailed);
-      follow_maxima(owner);
+      follow_maxima(owner, !j);
       if (own < kTile) scrub(base, at, group, own);
       mix(o, base, at, group, w, lane);
       stamp(detail + 3, detailed);
@@ -569,12 +570,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   if (threadIdx.x < kN) sts_f32(tail + kMax + threadIdx.x * 4, kNever);
   const float scale = held(p.scale_log2);
   __syncthreads();
-  if (!EARLY_KEYS || warp != 8) {                          // the copier waits itself, behind its first keys
+#if EARLY_KEYS
+  const int count = *p.count;                              // the list is older than the kernel ahead of this one
+  prefetch_near(p.items + blockIdx.x);
+  if (warp != 8) {                                         // the copier waits itself, behind its first keys
     pdl_wait();
     pdl_trigger();
   }
   stamp(1, threadIdx.x == 0);
+#else
+  pdl_wait();
+  pdl_trigger();
+  stamp(1, threadIdx.x == 0);
   const int count = *p.count;
+#endif
   if (warp >= 8) {
     fewer_registers<USE_WGMMA>();
 #if USE_WGMMA

@@ -21,7 +21,7 @@ from runtime.kernels_cu._tensor_map import tensor_map
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
 
 ENTRIES = ("tree_mla_plan", "tree_mla")
-MERGE, MERGERS = "tree_mla_merge", 8  # an entry of builds with MERGE_LATER; its blocks an item, kMergers
+MERGE, MERGERS = "tree_mla_merge", 4  # an entry of builds with MERGE_LATER; its blocks an item, kMergers
 
 
 class Params(ctypes.Structure):
@@ -94,7 +94,8 @@ def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
     """Compiles and loads what the launches need. Needs a GPU; `_build.build` alone does not."""
     config.check(dims, arch)
     entries = (*ENTRIES, MERGE) if merges_later(config) else ENTRIES
-    functions = load(build(config.source, config.defines(dims.heads), arch).code, entries)
+    noted = "STAMPS" in dict(config.trials)  # which costs the widest build some registers that it lacks
+    functions = load(build(config.source, config.defines(dims.heads), arch, allow_spills=noted).code, entries)
     check_resident(config, functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes()))
     return Kernels(dims, config, sms, functions)
 

@@ -362,12 +362,20 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     prefetch_map(queries);
   }
   __syncthreads();
-  if (!EARLY_KEYS || warp != 8) {                          // the copier waits itself, behind its first keys
+#if EARLY_KEYS
+  const int count = *p.count;                              // the list is older than the kernel ahead of this one
+  prefetch_near(p.items + blockIdx.x);
+  if (warp != 8) {                                         // the copier waits itself, behind its first keys
     pdl_wait();
     pdl_trigger();
   }
   stamp(1, threadIdx.x == 0);
+#else
+  pdl_wait();
+  pdl_trigger();
+  stamp(1, threadIdx.x == 0);
   const int count = *p.count;
+#endif
   if (warp >= 8) {
     lower_registers<kCopierRegisters>();
     if (warp == 8) fill_ring(p, keys, queries, base, count);

@@ -4,7 +4,7 @@
 #pragma once
 
 #if MERGE_LATER
-constexpr int kMergers = 8, kAtOnce = 4;  // blocks an item; parts that a warp asks for before it adds any
+constexpr int kMergers = 4, kAtOnce = 4;  // blocks an item, as many as an SM holds: the kernel behind may start; parts that a warp asks for at once
 
 // Of a lane's two columns (one, twice, where units are pieces of rows): maxima, sums of weights, and what the weights were multiplied with.
 struct Sum {

@@ -1,0 +1,103 @@
+"""Variants of the attention kernel: each legal for its case, named apart, every trial among them; a run of them without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.kernels_cu.tree_mla_config import TRIALS, default_config
+from tools import mla_side_by_side
+from tools.bench_mla import CASES, main, parse_case
+from tools.mla_variants import REASONS, ROUNDS, describe, trying, variants
+
+
+@pytest.mark.parametrize("case", [*CASES, *REASONS])
+def test_variants_are_legal_and_named_apart(case):
+    found = variants(case)
+    for variant in found:
+        variant.config.check(parse_case(case).dims)
+    assert len({str(variant) for variant in found}) == len(found)
+    assert [variant.round for variant in found] == sorted(variant.round for variant in found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_is_what_is_served(case):
+    """Partials aside: float32 or bf16 is a matter of one percent."""
+    first = variants(case)[0]
+    assert first.round == 0 and not first.config.trials
+    assert replace(first.config, float_parts=True) == replace(default_config(parse_case(case).dims), float_parts=True)
+
+
+def test_every_trial_is_tried():
+    tried = {name for case in CASES for variant in variants(case) for name, _ in variant.config.trials}
+    assert tried == set(TRIALS) - {"STAMPS"}
+
+
+def test_a_name_tells_trials_and_values():
+    config = trying(variants("8x10x9x4096")[0].config, {"HOLD_MAXIMA": 1, "NEXT_IN_L2": 2}, ahead=3)
+    assert describe(config) == "wgmma n72 s17 a3 b16 hold_maxima next_in_l2=2"
+
+
+@pytest.fixture
+def dry(monkeypatch):
+    """What a run would compile, time and note; its clock moves a second with each timing."""
+    done, now = [], [0.0]
+
+    class Run:
+        def __init__(self, options, cases):
+            done.append(("cases", len(cases)))
+
+        def time(self, case, variant):
+            now[0] += 1.0
+            done.append((case, str(variant)))
+
+        def note(self, case, variant):
+            done.append(("noted", case))
+
+    monkeypatch.setattr(mla_side_by_side, "build_all", lambda wanted, arch: done.append(("builds", len(set(wanted)))))
+    monkeypatch.setattr(mla_side_by_side, "SideBySide", Run)
+    monkeypatch.setattr(mla_side_by_side.time, "perf_counter", lambda: now[0])
+    return done
+
+
+def test_a_run_times_every_variant_once(dry):
+    main(["--variants", "--seconds", "1000"])
+    timed = [line for line in dry if line[0] in {*CASES, *REASONS}]
+    assert len(timed) == len(set(timed)) == sum(len(variants(case)) for case in [*CASES, *REASONS])
+    assert {case for kind, case in dry if kind == "noted"} == set(CASES)
+    first = [case for case, _ in timed[:20]]
+    assert first == sorted(first, key=list(CASES).index)  # a round goes over all cases before the next begins
+
+
+def test_a_run_ends_in_time(dry, capsys):
+    main(["--variants", "--seconds", "7"])
+    assert len([line for line in dry if line[0] in CASES]) == 8
+    assert "are over before job 8: time" in capsys.readouterr().out
+
+
+def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
+    """The third timing fails: the program is started anew with the fourth."""
+
+    def fails(self, case, variant):
+        if len(dry) == 4:
+            raise RuntimeError("a kernel trapped")
+        dry.append((case, str(variant)))
+
+    def executed(path, words):
+        dry.append(("again", words[-4:]))
+        raise SystemExit
+
+    monkeypatch.setattr(mla_side_by_side.SideBySide, "time", fails)
+    monkeypatch.setattr(mla_side_by_side.os, "execv", executed)
+    monkeypatch.setattr(mla_side_by_side.sys, "argv", ["tools/bench_mla.py", "--variants", "--seconds", "90", "--first", "0"])
+    with pytest.raises(SystemExit):
+        main(["--variants", "--seconds", "90"])
+    assert dry[-1] == ("again", ["--first", "3", "--seconds", "90"])
+    assert "a kernel trapped" in capsys.readouterr().out
+
+
+def test_building_times_nothing(dry):
+    main(["--variants", "--build", "--cases", "8x10x1x4096"])
+    assert [kind for kind, _ in dry] == ["builds"]
+    assert {variant.round for case in CASES for variant in variants(case)} == set(range(ROUNDS))

@@ -1,0 +1,239 @@
+"""Times variants of the attention kernel side by side: `tools/bench_mla.py --variants`.
+
+All builds come first, as many at a time as there are processors. Then every variant answers for itself twice (a ragged batch
+against the NumPy definition, rows of the very case against float64) and is timed as bench_mla times: a graph of launches, each
+with a page table of its own over 1.8 GB, the median of the replays over the calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from runtime.kernels_cu._build import build
+from runtime.kernels_cu._launch import Launch
+from runtime.kernels_cu.tree_mla_config import Config
+from runtime.ops import OPS
+from tools.bench_mla import CASES, MAX_ERROR, PAGE, PAGES, WIDTH, Bench, parse_case, source_digest, targets
+from tools.mla_rig import Attention
+from tools.mla_variants import REASONS, ROUNDS, Variant, trying, variants
+
+_PDL, _CLUSTER = 6, 4  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, _CLUSTER_DIMENSION
+SAMPLED_S = 0.1
+
+
+def stamped(case: str, variant: Variant) -> Config:
+    """The build that notes where a block's time goes: the third and fourth key tile of an item, or later ones where it has many."""
+    return trying(variant.config, dict(variant.config.trials), {"STAMPS": 2 if parse_case(case).ctx < 8192 else 20})
+
+
+def watched(case: str) -> list[Variant]:
+    """Today's build and the first that should gain: of these the way through the kernel is noted."""
+    return variants(case)[:2] if case in CASES else []
+
+
+def compile_variants(cases: list[str], arch: str) -> None:
+    """All builds of a run, into the cache."""
+    wanted = {(v.config, parse_case(case).heads) for case in cases for v in variants(case)}
+    wanted |= {(stamped(case, v), parse_case(case).heads) for case in cases for v in watched(case)}
+    begin = time.perf_counter()
+    build_all(wanted, arch)
+    print(f"{len(wanted)} builds in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+def build_all(wanted: Iterable[tuple[Config, int]], arch: str) -> None:
+    """Compiles every (configuration, heads) into the cache, as many at a time as there are processors."""
+    jobs = {(c.source, tuple(c.defines(heads).items()), "STAMPS" in dict(c.trials)) for c, heads in wanted}
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_build, [(source, dict(defines), arch, stamped) for source, defines, stamped in sorted(jobs)]))
+
+
+def _build(job: tuple[str, dict[str, int], str, bool]) -> None:
+    source, defines, arch, stamped = job
+    build(source, defines, arch, allow_spills=stamped)
+
+
+# ---------------------------------------------------------------- clusters of two, without a use of them in the kernel
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
+
+
+def pair_blocks(launch: Launch) -> Launch:
+    """The launch in clusters of two. Raises ValueError where not all of its blocks can be resident so: they wait for one another."""
+    driver, fits = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    room = (_Attribute * 2)(_Attribute(_CLUSTER, 0, (ctypes.c_uint32 * 16)(2, 1, 1)), _Attribute(_PDL, 0, (ctypes.c_uint32 * 16)(1)))
+    launch._config.attributes, launch._config.count = ctypes.addressof(room), 2
+    launch.keep += (room,)
+    status = driver.cuOccupancyMaxActiveClusters(
+        ctypes.byref(fits), ctypes.c_void_p(launch.function.handle), ctypes.c_void_p(ctypes.addressof(launch._config))
+    )
+    if status or 2 * fits.value < launch.grid[0]:
+        raise ValueError(f"{launch.grid[0]} blocks in clusters of two: {fits.value} clusters are resident at once (CUDA error {status})")
+    return launch
+
+
+# ---------------------------------------------------------------- where a block's time goes
+STATIONS = (
+    "entered", "predecessor over", "first keys asked for", "first item known", "first scores", "last product", "parts stored",
+    "arrival told", "all arrived", "parts there", "added up", "left",
+)  # fmt: skip
+DETAIL_COLUMNS = ("begun", "softened / scored", "weights there", "mixed in")
+DETAIL_ROWS = {
+    16: "even begun", 17: "scores", 18: "softened, product begun", 19: "product over", 20: "other's product begun", 21: "over",
+    24: "odd begun", 25: "scores", 26: "other's product begun", 27: "softened, product begun", 28: "over",
+}  # fmt: skip
+
+
+def timeline(function: Any, rows: bool, clock_hz: float) -> list[str]:
+    """Lines for the last launch of a build with STAMPS: us after a block's entry, the median of the blocks and the latest."""
+    import cupy as cp
+
+    address = int(function.module.get_global_var("mla_stamps"))
+    memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(address, 256 * 32 * 8, function), 0)
+    stamps = cp.asnumpy(cp.ndarray((256, 32), cp.int64, memory)).astype(np.float64) * (1e6 / clock_hz)
+    stamps = stamps[stamps[:, 0] > 0]
+    lines = []
+
+    def note(name: str, station: int, origin: int) -> None:
+        both = (stamps[:, station] > 0) & (stamps[:, origin] > 0)
+        if both.any():
+            since = stamps[both, station] - stamps[both, origin]
+            lines.append(f"    {name:<28} {np.median(since):8.2f} {since.max():8.2f}  ({int(both.sum())} blocks)")
+
+    for station, name in enumerate(STATIONS):
+        note(name, station, 0)
+    if rows:
+        for station, name in DETAIL_ROWS.items():
+            note(name, station, 16)
+    else:
+        for station in range(16, 32):
+            group, tile, step = (station - 16) // 8, (station - 16) // 4 % 2, station % 4
+            note(f"group {group}, tile +{tile}: {DETAIL_COLUMNS[step]}", station, 16)
+    return lines
+
+
+# ---------------------------------------------------------------- the run
+class SideBySide:
+    """One run: the benches of its cases, what has been timed so far, and where records go."""
+
+    def __init__(self, options: argparse.Namespace, cases: list[str]) -> None:
+        import cupy as cp
+
+        from tests.runtime.kernels_cu.mla_cases import make_batch
+        from tools.bench_moe import provenance
+        from tools.moe_rig import Rig
+
+        self.options, self.base = options, dict[str, float]()
+        rig = Rig()
+        pool = rig.normal(PAGES * PAGE, WIDTH, 5)
+        self.benches = {case: Bench(pool, rig, parse_case(case)) for case in cases}
+        self.clock_hz = 1e3 * cp.cuda.Device().attributes["ClockRate"]  # kHz
+        self.batches = {}
+        for heads in {bench.case.heads for bench in self.benches.values()}:
+            batch = make_batch(heads, [9, 1, 17, 5], [1000, 0, 63, 64], seed=1, bucket=40, sequences=5)
+            self.batches[heads] = batch, batch.reference()
+        self.source = provenance(options.commit)
+
+    def launches(self, case: str, variant: Variant) -> tuple[Any, list[Any]]:
+        plan, layers = self.benches[case].launches(variant.config, variant.promotion)
+        return plan, [pair_blocks(launch) for launch in layers] if variant.paired else layers
+
+    def started(self, case: str, variant: Variant) -> list[Any]:
+        """Its layers' launches, behind the plan."""
+        plan, layers = self.launches(case, variant)
+        plan.run(self.benches[case].rig.stream.ptr)
+        return layers
+
+    def wrong(self, case: str, variant: Variant, error: float) -> str:
+        """What is wrong with a variant: of a ragged batch, or of the rows that gave `error`."""
+        from tests.compare import compare
+        from tests.runtime.kernels_cu.mla_cases import SCALE
+
+        batch, reference = self.batches[self.benches[case].case.heads]
+        found = compare(Attention(batch, variant.config, SCALE).run(), reference, OPS["tree_mla"].tolerance)
+        return str(found).splitlines()[0] if not found.ok else "" if error < MAX_ERROR else f"relative error {error:.2e}"
+
+    def time(self, case: str, variant: Variant) -> None:
+        """One line, and one record where records are wanted."""
+        bench, head = self.benches[case], f"{case:<16}{variant!s:<72}"
+        try:
+            launches = self.launches(case, variant)
+        except ValueError as refused:
+            print(f"{head} {refused}", flush=True)
+            return
+        error = bench.error(launches)
+        if fault := self.wrong(case, variant, error):
+            print(f"{head} WRONG, not timed: {fault}", flush=True)
+            return
+        us = bench.time_us(launches[1], SAMPLED_S, bench.case.calls)
+        if case not in self.base:
+            first = variants(case)[0]
+            self.base[case] = us if variant == first else bench.time_us(self.started(case, first), SAMPLED_S, bench.case.calls)
+        gain = us / self.base[case] - 1
+        print(f"{head}{us:9.1f} us {gain:+7.1%}  error {error:.1e}  {targets(case).split(';')[0]}", flush=True)
+        if self.options.json:
+            record = {
+                "schema": 1, **asdict(bench.case), "variant": str(variant), "us": round(us, 2), "gain": round(gain, 4),
+                "error": float(f"{error:.2e}"), "calls": bench.case.calls, **asdict(variant), **self.source,
+                "src": source_digest(variant.config.source),
+            }  # fmt: skip
+            self.options.json.parent.mkdir(parents=True, exist_ok=True)
+            with self.options.json.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def note(self, case: str, variant: Variant) -> None:
+        """Where a block's time goes, in the last of a graph's launches."""
+        bench, config = self.benches[case], stamped(case, variant)
+        layers = self.started(case, replace(variant, config=config))
+        bench.time_us(layers, 0.0, bench.case.calls)
+        print(f"{case} {variant}: us since a block was entered, median and latest; of two tiles since the first was begun", flush=True)
+        print("\n".join(timeline(layers[0].function, config.rows, self.clock_hz)), flush=True)
+
+
+def jobs(cases: list[str]) -> list[tuple[str, str, Variant]]:
+    """("time" or "note", case, variant) in the order in which a run does them: a round goes over all cases before the next begins."""
+    found = []
+    for round in range(ROUNDS):
+        found += [("time", case, variant) for case in cases for variant in variants(case) if variant.round == round]
+        if round == 0:
+            found += [("note", case, variant) for case in cases for variant in watched(case)]
+    return found
+
+
+def measure_variants(options: argparse.Namespace) -> None:
+    """All jobs from `options.first` on; `options.seconds` after the start none is begun. A fault that takes the context with it costs
+    its own job alone: the program starts anew behind it."""
+    begin = time.perf_counter()
+    cases = [*options.cases.split(","), *(REASONS if options.cases == ",".join(CASES) else ())]
+    compile_variants(cases, "sm_90a")
+    if options.build:
+        return
+    run = SideBySide(options, cases)
+    for i, (what, case, variant) in enumerate(jobs(cases)):
+        left = options.seconds - (time.perf_counter() - begin)
+        if left < 0:
+            print(f"{options.seconds:.0f} s are over before job {i}: {what} {case} {variant}; --first {i} goes on")
+            return
+        if i < options.first:
+            continue
+        try:
+            (run.time if what == "time" else run.note)(case, variant)
+        except Exception as fault:  # of whatever type CuPy or the driver raises when a kernel traps
+            print(f"{case:<16}{variant!s:<72} FAILED, {type(fault).__name__}: {fault}", flush=True)
+            restart(i + 1, left)
+
+
+def restart(first: int, seconds: float) -> None:
+    """This program again, from job `first` on."""
+    kept = [word for i, word in enumerate(sys.argv) if not {word, sys.argv[i - 1]} & {"--first", "--seconds"}]
+    os.execv(sys.executable, [sys.executable, *kept, "--first", str(first), "--seconds", f"{seconds:.0f}"])

@@ -1,0 +1,108 @@
+"""Variants of the attention kernel that await a measurement, case by case; `tools/bench_mla.py --variants` times them side by side.
+
+Three rounds, so that a run cut short still tells most: today's build against what should gain most, then each trial by itself,
+then what is likelier to show a reason than a gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runtime.kernels_cu.tree_mla_config import Config
+
+ROUNDS = 3
+LEAN = {"HOLD_MAXIMA": 1, "STRAIGHT": 3}
+QUICK = {**LEAN, "EARLY_KEYS": 1, "MERGE_LATER": 1}
+COLUMNS = Config(9, 17, ahead=9, float_parts=False)
+ROWS = Config(8, 18, rows=True, float_parts=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """round: 0 to 2. paired: neighbouring blocks are clusters of two, so they share a pair of SMs; nothing else follows from it.
+    promotion: what a copy of keys brings into L2 at least, 2: 128 bytes, 3: 256."""
+
+    round: int
+    config: Config
+    paired: bool = False
+    promotion: int = 3
+
+    def __str__(self) -> str:
+        return describe(self.config) + " paired" * self.paired + (" l2-128" if self.promotion == 2 else "")
+
+
+def describe(c: Config) -> str:
+    kind = "rows" if c.rows else "wgmma" if c.wgmma else f"mma p{c.producers}"
+    ahead, parts, chunk = f" a{c.ahead}" if c.ahead else "", "" if c.float_parts else " b16", f" c{c.chunk}" if c.chunk else ""
+    trials = "".join(f" {name.lower()}" + (f"={value}" if value > 1 else "") for name, value in c.trials)
+    return f"{kind} n{c.columns} s{c.slots}{ahead}{parts}{chunk}{trials}"
+
+
+def trying(config: Config, *trials: dict[str, int], **change: Any) -> Config:
+    """`config` with trials and other fields changed."""
+    named = {name: value for trial in trials for name, value in trial.items()}
+    return replace(config, trials=tuple(named.items()), **change)
+
+
+def _narrow(base: Config, others: Iterable[Config]) -> list[Variant]:
+    """Few columns, short contexts: launch, look-ups and the merge are most of the time."""
+    first = [Variant(0, base), Variant(0, trying(base, QUICK)), Variant(0, trying(base, LEAN))]
+    alone = [{"MERGE_LATER": 1}, {"EARLY_KEYS": 1}, {"HOLD_MAXIMA": 1}, {"STRAIGHT": 3}, {"EARLY_KEYS": 1, "MERGE_LATER": 1}]
+    second = [*(Variant(1, trying(base, trial)) for trial in alone), *(Variant(1, config) for config in others)]
+    quick = trying(base, QUICK)
+    third = [Variant(2, replace(quick, ahead=0)), Variant(2, replace(quick, float_parts=True)), Variant(2, quick, promotion=2)]
+    return [*first, *second, *third, Variant(2, trying(base, QUICK, {"KEYS_STAY": 1})), Variant(2, trying(base, QUICK, {"NEXT_IN_L2": 3}))]
+
+
+def _wide(base: Config) -> list[Variant]:
+    """72 columns: the chain of a tile's scores, softmax and product, and a ring that holds hardly two tiles."""
+    land, near, far = {"AS_THEY_LAND": 1}, {"NEXT_IN_L2": 1}, {"NEXT_IN_L2": 2}
+    first = [base, trying(base, LEAN), trying(base, LEAN, near), trying(base, QUICK, near), trying(base, LEAN, land, near, ahead=3)]
+    second = [
+        trying(base, {"HOLD_MAXIMA": 1}), trying(base, near), trying(base, QUICK, land, near, ahead=3), trying(base, LEAN, ahead=0),
+        trying(base, LEAN, land, near, ahead=5), trying(base, {"MERGE_LATER": 1}), trying(base, {"EARLY_KEYS": 1}),
+        trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far), trying(base, LEAN, near, ahead=0),
+    ]  # fmt: skip
+    third = [
+        trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, ahead=2), trying(base, LEAN, land, ahead=4),
+        trying(base, LEAN, {"KEYS_STAY": 1}), trying(base, LEAN, float_parts=True),
+    ]  # fmt: skip
+    made = [Variant(round, config) for round, configs in enumerate((first, second, third)) for config in configs]
+    return [*made, Variant(2, trying(base, LEAN), promotion=2)]
+
+
+def _rows(base: Config, others: Iterable[Config] = ()) -> list[Variant]:
+    """Pairs as rows: an odd tile's softmax, and what L2 gives."""
+    soft, own, near, far = {"SOFTEN_FIRST": 1}, {"OWN_FIRST": 1}, {"NEXT_IN_L2": 1}, {"NEXT_IN_L2": 2}
+    ends = {"EARLY_KEYS": 1, "MERGE_LATER": 1}
+    first = [base, trying(base, soft), trying(base, soft, own), trying(base, soft, own, ends, near)]
+    second = [trying(base, soft, near), trying(base, soft, ends), trying(base, soft, far), trying(base, near), *others]
+    third = [
+        trying(base, own),
+        trying(base, {"EARLY_KEYS": 1}),
+        trying(base, {"MERGE_LATER": 1}),
+        replace(base, float_parts=not base.float_parts),
+    ]
+    made = [Variant(round, config) for round, configs in enumerate((first, second, third)) for config in configs]
+    return [*made, Variant(1, trying(base, soft), paired=True), Variant(2, base, paired=True)]
+
+
+def variants(case: str) -> list[Variant]:
+    """Of a case of bench_mla.CASES, or of REASONS, in the order of their rounds; the first is today's build."""
+    n24, n8 = Config(3, 24, ahead=9, float_parts=False), Config(1, 27, ahead=9, float_parts=False)
+    made = {
+        "8x1x9x4096": lambda: _narrow(n24, [trying(replace(n24, octets=o, slots=s), QUICK) for o, s in ((2, 25), (5, 22), (9, 17))]),
+        "8x10x1x4096": lambda: _narrow(n8, ()),
+        "8x10x9x4096": lambda: _wide(COLUMNS),
+        "8x10x9x65536": lambda: [*_wide(COLUMNS), Variant(1, trying(COLUMNS, LEAN, chunk=79))],  # an item a block, 130 of them
+        "8x10x33x65536": lambda: _rows(ROWS, [trying(COLUMNS, LEAN, {"NEXT_IN_L2": 1}, ahead=a) for a in (9, 0)]),
+        "32x10x9x4096": lambda: _rows(ROWS, [trying(COLUMNS, QUICK, {"NEXT_IN_L2": 1}, ahead=a) for a in (9, 0)]),
+        "64x10x33x65536": lambda: _rows(replace(ROWS, float_parts=True)),
+        "8x10x8x65536": lambda: [Variant(2, Config(8, slots, ahead=a, float_parts=False)) for slots in (18, 17) for a in (9, 0)],
+    }
+    return sorted(made.get(case, lambda: _rows(ROWS))(), key=lambda v: v.round)
+
+
+REASONS = ("8x10x8x65536",)  # cases without a target: 64 columns with and without the eighteenth place of the ring
