@@ -170,6 +170,12 @@ class RayStages:
         """The first ranks of the other stages; the group ends with them."""
         return RayPeers(jobs, self._group)
 
+    def give_back(self) -> None:
+        """Frees the room, where nobody came to use it."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
 
 def _node_address(ray: Any) -> str:
     """The address under which Ray knows this host."""

@@ -100,14 +100,19 @@ def make_executor(
         return loading.make_executor(source, config, speculative, activations, tp, progress, backend, distributed)
     ray = RayStages(stages, tp, backend) if distributed == "ray" else None
     at = master or Master(ray.address if ray else LOOPBACK, 0, secrets.token_hex(32))
-    listener = listen(at.host, at.port)
+    try:
+        listener = listen(at.host, at.port)
+    except OSError as error:
+        if ray:
+            ray.give_back()
+        raise ValueError(f"master_addr: {at.host}:{at.port} is no address where this host can listen: {error}") from None
     name, (host, port) = ray.name if ray else "", listener.getsockname()[:2]
     to, devices = Master(host, port, at.token), ray.devices if ray else [tp * stage for stage in range(stages)]
     places = [StagePlace(stage, stages, device) for stage, device in enumerate(devices)]
     jobs = [stage_job(source, config, speculative, activations, backend, tp, place, to, name) for place in places]
     elsewhere = Elsewhere()
     lives = StageLives(elsewhere if master else ray.peers(jobs[1:]) if ray else SpawnedPeers(jobs[1:]), stages)
-    elsewhere.lives = lives
+    elsewhere.lives, own = lives, None
     try:
         told = what_is_told(source, jobs[0])
         hellos = _meet(listener, stages, at.token, told, config.step_deadline_s, lives)
@@ -118,6 +123,8 @@ def make_executor(
     except BaseException as error:
         lives.settle(0.5 if isinstance(error, StageLost) else 0.0)
         lives.fail(str(error))
+        if own is not None:
+            own.close()
         if isinstance(error, StageLost):
             raise RankFailed(lives.story) from error
         raise

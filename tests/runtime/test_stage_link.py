@@ -15,11 +15,14 @@ import pytest
 
 from runtime import stage_hello
 from runtime.plan import DraftLayout, PlanLayout, live_parts, pack_draft, pack_plan, unpack_draft, unpack_plan
-from runtime.stage_comm import HostNeighbours, StagePlace, exchange_as_first, exchange_as_other
+from runtime.shared import LINE, SharedBlock, Watch
+from runtime.shared_comm import SharedComm
+from runtime.stage_comm import HostNeighbours, StageHost, StagePlace, exchange_as_first, exchange_as_other
 from runtime.stage_hello import StageDiffers, StageRefused, answer, call, differences
 from runtime.stage_link import MAGIC, Link, StageLost, accept, connect, listen
 from runtime.stage_records import read_plan, receive_drafted, receive_result, send_drafted, send_plan, send_result
 from runtime.types import DraftLogits, DraftPlan, StepResult
+from tests.forks import on_ranks
 from tests.plans import make_plan, page_table
 
 LAYOUT = PlanLayout(max_rows=8, max_seqs=3, max_pages=2, max_words=1, max_moves=8, max_adjust=64, mask_words=4)
@@ -229,6 +232,36 @@ def test_hidden_states_of_another_size_are_refused(ends: tuple[Link, Link]) -> N
     sender.send(np.ones((1, 2, 4), np.float32))
     with pytest.raises(StageLost, match=r"stage 0 sent 32 bytes of hidden states, where \[1, 3, 4\] take 48"):
         receiver.receive(np.zeros((1, 3, 4), np.float32))
+
+
+def test_all_ranks_of_all_stages_gather_and_columns_are_told_apart() -> None:
+    """Two stages of two ranks, a process each: order, the smallest value, and who is a rank's column."""
+    plans = pair()
+    blocks = [SharedBlock.create(LINE + SharedComm.nbytes(2)) for _ in range(2)]
+
+    def on_rank(rank: int) -> Any:
+        stage, own = divmod(rank, 2)
+        host = SharedComm(own, 2, blocks[stage], LINE, Watch(blocks[stage], 0, 10.0))
+        exchange = None if own else exchange_as_other(plans[1], 1, 2) if stage else exchange_as_first([plans[0]], lambda: None)
+        everybody = StageHost(StagePlace(stage, 2, exchange=exchange), host)
+        column = everybody.column()
+        mine = bytes([rank]) * 3
+        states = np.full(3, 9.0 if own else 5.0, np.float32)
+        host.broadcast(states)
+        return (
+            everybody.gather_bytes(mine),
+            everybody.least(7 + rank),
+            (column.rank, column.world),
+            column.gather_bytes(mine),
+            states.tolist(),
+        )
+
+    results = on_ranks(4, on_rank)
+    for rank, (all_bytes, least, place, column, states) in enumerate(results):
+        assert all_bytes == [bytes([r]) * 3 for r in range(4)] and least == 7 and states == [5.0] * 3
+        assert place == (rank // 2, 2) and column == [bytes([rank % 2]) * 3, bytes([2 + rank % 2]) * 3]
+    for link in plans:
+        link.close()
 
 
 def test_leaders_exchange_bytes(ends: tuple[Link, Link]) -> None:

@@ -96,6 +96,7 @@ def test_nodes_started_by_hand_serve_one_model_and_drain_together(tiny: str, mon
         (("--node-rank", "2", "--master-addr", "127.0.0.1:9"), "node_rank: 2 of 2 nodes; legal: 0 to 1"),
         (("--node-rank", "1", "--master-addr", "127.0.0.1"), "master_addr: '127.0.0.1' is not HOST:PORT"),
         (("--node-rank", "1"), "node_rank: 1, but no master_addr"),
+        (("--master-addr", "192.0.2.77:9"), "master_addr: 192.0.2.77:9 is no address where this host can listen"),
         (("--nnodes", "3", "--master-addr", "127.0.0.1:9"), "nnodes: 3 node(s) for pipeline_parallel_size 2"),
     ],
 )
