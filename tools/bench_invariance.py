@@ -38,6 +38,7 @@ from runtime.stream import TextStream
 from runtime.types import F32, I32, Emission, Request, SamplingParams
 from server.options import WideHelp, add_model_options, model_of, speculative_of
 from tools.bench_moe import provenance
+from tools.cut_drafter import fitting_drafter
 from tools.record_traces import read_prompts
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -182,8 +183,10 @@ def differing(plain: Sequence[Said], drafted: Sequence[Said], columns: int) -> i
 
 
 def run(args: argparse.Namespace) -> tuple[list[Bucket], dict[str, dict[str, int]]]:
+    weights = LoadConfig.parse(args.load_format, args.hf_overrides)
+    args.spec_model = fitting_drafter(args.spec_model, weights)
     speculative = loading.fit_speculation(SpeculativeConfig.parse(speculative_of(args)), "cuda")
-    source = loading.open_source(model_of(args), speculative, LoadConfig.parse(args.load_format, args.hf_overrides))
+    source = loading.open_source(model_of(args), speculative, weights)
     worker = open_worker(args, source, speculative, invariant=True)
     said = {}
     trees = speculative.method == "ddtree"

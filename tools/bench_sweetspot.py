@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +48,7 @@ from runtime.survey import Silent
 from runtime.types import Emission, Request, SamplingParams
 from server.options import WideHelp, add_model_options, load_from, model_of
 from tools.bench_report import provenance_of
+from tools.cut_drafter import fitting_drafter
 from tools.record_traces import read_prompts
 from tools.replay import load_states
 from tools.replayed import ReplayedText
@@ -220,10 +220,7 @@ def open_model(args: argparse.Namespace) -> Opened:
 def _open_replayed(args: argparse.Namespace) -> Opened:
     """Needs no tokenizer: prompts are pieces of the record."""
     states, weights = load_states(args.replay), LoadConfig.parse(args.load_format, args.hf_overrides)
-    drafter, layers = args.spec_model, weights.hf_overrides.get("num_hidden_layers")
-    if drafter and layers and weights.dummy and Path(drafter).is_file():
-        drafter = str(cut_drafter(Path(drafter), int(layers), Path(tempfile.mkdtemp(prefix="drafter-"))))
-    speculative = SpeculativeConfig(method="ddtree", tree_budget=AUTO, model=drafter)
+    speculative = SpeculativeConfig(method="ddtree", tree_budget=AUTO, model=fitting_drafter(args.spec_model, weights))
     model, tp = model_of(args), args.tensor_parallel_size
     choice = choose_backend(args.backend, args.dtype, tp)
     activations = loading.DTYPES[args.dtype] if choice.backend == "numpy" else "bfloat16"
@@ -237,21 +234,6 @@ def _open_replayed(args: argparse.Namespace) -> Opened:
     curve = measure_curve(executor, config, speculative, CurveKey(choice.device or device_name(), name, tp))
     prompts = [states.truth[i * 997 % len(states) : i * 997 % len(states) + 48, 0].tolist() or [1] for i in range(64)]
     return Opened(name, ReplayedText(executor, states), config, curve, prompts, None)
-
-
-def cut_drafter(file: Path, layers: int, folder: Path) -> Path:
-    """A drafter's config for a target cut to `layers` layers: as many of its own layers in proportion, and taps within reach.
-
-    The whole drafter before a tenth of the target would be ten times too dear.
-    """
-    held = json.loads(file.read_text(encoding="utf-8"))
-    inner, whole = held["dflash_config"], held["num_target_layers"]
-    own = max(1, round(held["num_hidden_layers"] * layers / whole))
-    taps = np.linspace(0, layers - 1, min(layers, len(inner["target_layer_ids"]))).round().astype(int).tolist()
-    changes = {"num_hidden_layers": own, "layer_types": held["layer_types"][:own], "num_target_layers": layers}
-    made = folder / file.name
-    made.write_text(json.dumps({**held, **changes, "dflash_config": {**inner, "target_layer_ids": taps}}), encoding="utf-8")
-    return made
 
 
 def short_prompts(loaded: Loaded, path: Path) -> list[list[int]]:

@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"
 K26 = ("kimi-k26", "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": %d}')
+DRAFTER = ("--spec-model", "model/configs/kimi-k26-dflash.json")
 KERNELS = "runtime/kernels_cu"
 
 
@@ -59,7 +60,7 @@ STEPS = (
     Step("invariance", "invariance_h200", 60, ("tools/bench_invariance.py",), (KERNELS,)),
     Step(
         "invariance8", "invariance_h200", 60,
-        ("tools/bench_invariance.py", *k26(8), "--spec-method", "none", "--max-model-len", "8192", "--num-pages", "1200"), (KERNELS,),
+        ("tools/bench_invariance.py", *k26(8), *DRAFTER, "--prompts", "0", "--max-model-len", "8192", "--num-pages", "1200"), (KERNELS,),
     ),
     Step("sanitizer", "sanitizer_h200", 240, ("tools/sanitize.py",), (KERNELS,)),
     Step("serve", "serve_h200", 90, ("tools/bench_serve_gpu.py",), ("server", "runtime")),
@@ -69,8 +70,8 @@ STEPS = (
     ),
     Step(
         "sweetspot6", "sweetspot_h200", 210,
-        ("tools/bench_sweetspot.py", *k26(6), "--spec-model", "model/configs/kimi-k26-dflash.json",
-         "--replay", "tests/fixtures/draft_traces.npz", "--curve", "h200-k26-6", "--curves", "{out}"),
+        ("tools/bench_sweetspot.py", *k26(6), *DRAFTER, "--replay", "tests/fixtures/draft_traces.npz",
+         "--curve", "h200-k26-6", "--curves", "{out}"),
         ("runtime",),
     ),
     Step("ranks", "gpu_tests", 90, ("tools/gpu_tests.py", "tests/test_ranks_gpu.py"), (KERNELS, "runtime/processes.py"), 2),

@@ -19,6 +19,7 @@ from runtime.types import DraftLogits
 from tests.language import make_request, scattered
 from tests.scripted import ScriptedExecutor, make_engine, run_all
 from tools import bench_sweetspot
+from tools.cut_drafter import cut_drafter
 from tools.plot import read_sweetspot
 from tools.replay import States, grow_states
 from tools.replayed import ReplayedText
@@ -130,7 +131,7 @@ def test_weights_that_say_nothing_run_a_recorded_text(tmp_path: Path, monkeypatc
 def test_a_drafter_is_cut_with_its_target(tmp_path: Path) -> None:
     whole = Path(dflash.__file__).parent / "configs" / "kimi-k26-dflash.json"
     for layers, own, taps in ((6, 1, (0, 1, 2, 3, 4, 5)), (20, 2, (0, 4, 8, 11, 15, 19)), (61, 6, (0, 12, 24, 36, 48, 60))):
-        made = bench_sweetspot.cut_drafter(whole, layers, tmp_path)
+        made = cut_drafter(whole, layers, tmp_path)
         weights = LoadConfig("dummy", {"num_hidden_layers": layers})
         source = loading.open_source("kimi-k26", SpeculativeConfig(method="ddtree", model=str(made)), weights)
         assert source.drafter is not None and (source.drafter.layers, source.drafter.taps, source.drafter.depth) == (own, taps, 7)
