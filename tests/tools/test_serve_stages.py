@@ -65,18 +65,20 @@ def node(model: str, port: int, *options: str, token: str = "secret") -> subproc
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/", env=environment)
 
 
-def test_nodes_started_by_hand_serve_one_model_and_drain_together(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger and a node that was told other things are refused first."""
+@pytest.mark.slow
+def test_a_stranger_and_a_node_that_was_told_other_things_are_refused(tiny: str) -> None:
     port = free_port()
-    monkeypatch.setitem(ENVIRONMENT, "RUNTIME_STAGE_TOKEN", "secret")
-    command = [sys.executable, str(ROOT / "tools" / "serve.py"), tiny, "-pp", "2", "--master-addr", f"127.0.0.1:{port}", "--port", "0"]
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT)
+    first = node(tiny, port, "--port", "0")
     strange = node(tiny, port, "--node-rank", "1", token="guess")
     assert strange.wait(60) == 2 and "token" in strange.communicate()[1]
     other = node(tiny, port, "--node-rank", "1", "--max-num-seqs", "3")
     for process in (other, first):
         assert process.wait(60) == 2 and "max_num_seqs is 64 here and 3 at stage 1" in process.communicate()[1]
 
+
+def test_nodes_started_by_hand_serve_one_model_and_drain_together(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setitem(ENVIRONMENT, "RUNTIME_STAGE_TOKEN", "secret")
     second = node(tiny, port, "--node-rank", "1")
     served = start(tiny, "-pp", "2", "--master-addr", f"127.0.0.1:{port}")
 
