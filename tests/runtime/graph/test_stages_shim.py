@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.tiny import make_tiny
@@ -15,14 +17,18 @@ from runtime import loading
 from runtime.config import SpeculativeConfig
 from runtime.graph.driver import ListDriver
 from runtime.kernels_cu import peers_cuda
+from runtime.kernels_cu.peer_comm import PeerComm
 from runtime.pipeline import CapturedPipeline, StageLives, follow_stage, wait_ready
+from runtime.shared import LINE, SharedBlock, Watch
+from runtime.shared_comm import SharedComm
 from runtime.speculate import NoSpeculation, TreeSpeculation
 from runtime.stage_comm import HostNeighbours, StagePlace, exchange_as_first, exchange_as_other
 from runtime.stage_link import Link, accept, connect, listen
 from runtime.stages import Elsewhere, Master, blobs_of, stage_job
 from runtime.types import SamplingParams
 from tests.forks import on_ranks
-from tests.runtime.graph.test_ranks_shim import SIZES, HostCall, bytes_at, generate
+from tests.plans import make_plan, page_table
+from tests.runtime.graph.test_ranks_shim import SIZES, HostCall, HostLarge, bytes_at, generate
 from tests.shim_device import ShimDevice
 
 TREES = SpeculativeConfig(method="ddtree")
@@ -119,3 +125,42 @@ def test_two_stages_draw_what_one_draws(path: Path, shim: Any, monkeypatch: pyte
     (got, captured, pages), theirs = on_ranks(2, on_stage, 300.0)
     assert captured > 0 and pages == theirs == 16
     assert got == texts(path, load(1 << 20))
+
+
+@pytest.mark.slow
+def test_two_stages_of_two_ranks_draw_what_two_ranks_draw(path: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes: rank r hands on to rank r, sums stay inside a stage, and pages are agreed among all."""
+    source = loading.open_source(path, TREES)
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "max_model_len": 64, "block_size": 16}
+    config = loading.fit_config(loading.first_config("cuda", [1], **given), source, "bfloat16", "cuda")
+    pages = page_table(2, 1)
+    plans = [make_plan([[3, 9], [5, 6]], [[-1, 0]] * 2, [0, 0], pages), make_plan([[8, 1, 2], [9]], [[-1, 0, 0], [-1]], [2, 2], pages)]
+    plans.append(dataclasses.replace(plans[1], moves=np.array([[19, 18]], np.int32), ctx=np.array([2, 2], np.int32)))
+
+    def draw(blocks: list[SharedBlock], rank: int, place: StagePlace | None) -> Any:
+        host = SharedComm(rank % 2, 2, blocks[rank // 2], LINE, Watch(blocks[rank // 2], 0, 60.0))
+        monkeypatch.setattr(peers_cuda, "open_peers", lambda ops, *_: PeerComm(ops, rank % 2, 2, HostLarge(host), None))
+        driver = Small(ShimDevice(shim))
+        driver.free = (1 << 20) - 4096 * rank
+        worker = loading.make_gpu_executor(source, config, TREES, LOG.debug, driver, host, place)
+        found = [worker.step(plan) for plan in plans]
+        return [(r.target.tolist(), r.logp.tolist()) for r in found], worker.limits.num_pages
+
+    def group(count: int) -> list[SharedBlock]:
+        return [SharedBlock.create(LINE + SharedComm.nbytes(2)) for _ in range(count)]
+
+    told, columns, blocks = connection(), [connection() for _ in range(2)], group(2)
+
+    def on_rank(rank: int) -> Any:
+        stage, own = divmod(rank, 2)
+        link, states = (Link(pair[stage], f"stage {1 - stage}", 60.0) for pair in (told, columns[own]))
+        exchange = None if own else exchange_as_other(link, 1, 2) if stage else exchange_as_first([link], lambda: None)
+        place = StagePlace(stage, 2, 0, exchange, states if stage else None, None if stage else states)
+        monkeypatch.setattr(peers_cuda, "open_line", lambda *_: HostLine(HostNeighbours(place, None)))
+        return draw(blocks, rank, place)
+
+    stages = on_ranks(4, on_rank, 300.0)
+    alone = group(1)
+    want, _ = on_ranks(2, lambda rank: draw(alone, rank, None), 300.0)
+    assert stages[0][0] == stages[1][0] == [([], [])] * 3
+    assert stages[2][0] == stages[3][0] == want[0] and len({each[1] for each in stages}) == 1
