@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.tiny import make_tiny
@@ -19,6 +20,7 @@ from runtime.api import LLM
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.lives import RankFailed
 from runtime.speculate import NoSpeculation, TreeSpeculation
+from runtime.stage_comm import HostNeighbours
 from runtime.stage_hello import StageRefused
 from runtime.types import Request, SamplingParams
 from tests.runtime.test_processes import GREEDY, SEEDED, children, gone, requests, texts, texts_or_raise
@@ -56,12 +58,16 @@ def drafted(world: World, params: SamplingParams, trees: bool = True) -> list[An
     return [(g.tokens, g.logprobs, g.steps, g.accepted) for g in got.values()]
 
 
-def test_stages_give_the_texts_of_one_rank_with_and_without_trees(tiny: str) -> None:
-    one = open_world(tiny, 1)
+def test_stages_give_the_texts_of_one_rank_with_and_without_trees(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And other ones where the hidden states that travel are other ones."""
+    one, send = open_world(tiny, 1), HostNeighbours.send
     for pp, cases in ((2, [(GREEDY, True), (SEEDED, True), (SEEDED, False)]), (3, [(SEEDED, True)])):
         many = open_world(tiny, pp)
         for case in cases:
             assert drafted(many, *case) == drafted(one, *case)
+        with monkeypatch.context() as patched:
+            patched.setattr(HostNeighbours, "send", lambda self, x: send(self, x * np.float32(1.5)))
+            assert [got[0] for got in drafted(many, *case)] != [got[0] for got in drafted(one, *case)]
         many.executor.close()
 
 
