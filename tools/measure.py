@@ -75,6 +75,10 @@ STEPS = (
         ("runtime",),
     ),
     Step("ranks", "gpu_tests", 90, ("tools/gpu_tests.py", "tests/test_ranks_gpu.py"), (KERNELS, "runtime/processes.py"), 2),
+    Step(
+        "stages", "gpu_tests", 90, ("tools/gpu_tests.py", "tests/test_stages_gpu.py"),
+        (KERNELS, "runtime/pipeline.py", "runtime/stage_comm.py"), 2,
+    ),
     Step("allreduce", "allreduce_h200x2", 60, ("tools/bench_allreduce.py",), (f"{KERNELS}/all_reduce.cu",), 2),
     Step("step2", "step_h200x2", 120, ("tools/bench_step_ranks.py", "--layers", "16"), (KERNELS, "model/kimi_k26.py"), 2),
 )  # fmt: skip
