@@ -74,19 +74,15 @@ def _wide(base: Config) -> list[Variant]:
 
 
 def _rows(base: Config, others: Iterable[Config] = ()) -> list[Variant]:
-    """Pairs as rows: an odd tile's softmax, and what L2 gives."""
+    """Pairs as rows: an odd tile's softmax, waits on the way of a product, and what L2 gives."""
     soft, own, near, far = {"SOFTEN_FIRST": 1}, {"OWN_FIRST": 1}, {"NEXT_IN_L2": 1}, {"NEXT_IN_L2": 2}
-    ends = {"EARLY_KEYS": 1, "MERGE_LATER": 1}
-    first = [base, trying(base, soft), trying(base, soft, own), trying(base, soft, own, ends, near)]
-    second = [trying(base, soft, near), trying(base, soft, ends), trying(base, soft, far), trying(base, near), *others]
-    third = [
-        trying(base, own),
-        trying(base, {"EARLY_KEYS": 1}),
-        trying(base, {"MERGE_LATER": 1}),
-        replace(base, float_parts=not base.float_parts),
-    ]
+    tight, ends = {"SOFTEN_FIRST": 1, "SEE_EARLY": 1}, {"EARLY_KEYS": 1, "MERGE_LATER": 1}
+    first = [base, trying(base, tight), trying(base, soft), trying(base, tight, own), trying(base, tight, ends, near)]
+    second = [trying(base, tight, near), trying(base, tight, ends), trying(base, tight, far), trying(base, tight, own, ends), *others]
+    alone = ({"SEE_EARLY": 1}, near, own, {"EARLY_KEYS": 1}, {"MERGE_LATER": 1})
+    third = [*(trying(base, trial) for trial in alone), replace(base, float_parts=not base.float_parts)]
     made = [Variant(round, config) for round, configs in enumerate((first, second, third)) for config in configs]
-    return [*made, Variant(1, trying(base, soft), paired=True), Variant(2, base, paired=True)]
+    return [*made, Variant(1, trying(base, tight), paired=True), Variant(2, base, paired=True)]
 
 
 def variants(case: str) -> list[Variant]:

@@ -25,6 +25,7 @@ TRIALS = (
     "STRAIGHT",
     "SOFTEN_FIRST",
     "OWN_FIRST",
+    "SEE_EARLY",
     "KEYS_STAY",
     "STAMPS",
 )  # prim/mla_trials.cuh

@@ -72,11 +72,14 @@ struct Walker {
     wgmma_commit();
   }
 
+  // This group's values of a tile that the other group scored: long complete, but it has to be behind the copy.
+  template <int GROUP> __device__ __forceinline__ void see_values(const Cursor& at) const {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) bar_wait(tail(kFull) + 8 * (at.slot + 1 + 4 * GROUP + x), at.phase);
+  }
   // o += P times this group's values, half by half; OWN: P from registers. Under way when it returns, in two groups.
   template <int GROUP, bool OWN> __device__ __forceinline__ void mix(const Cursor& at) {
-    if (!OWN)
-#pragma unroll
-      for (int x = 0; x < 4; ++x) bar_wait(tail(kFull) + 8 * (at.slot + 1 + 4 * GROUP + x), at.phase);  // long complete; orders this group behind the copy
+    if (!OWN && !SEE_EARLY) see_values<GROUP>(at);
     const uint64_t a = box_operand(base + kPAt, 16, 1024), b = box_operand(base + (at.slot + 1 + 4 * GROUP) * kBox, kBox, 1024);
     wgmma_fence();
     mix_half<0, OWN>(a, b);
@@ -209,6 +212,7 @@ struct Walker {
   }
   // A tile of the other group.
   template <int GROUP> __device__ __forceinline__ void others_tile(const Cursor& at, int own) {
+    if (SEE_EARLY && GROUP == 0) see_values<0>(at);        // while it waits for P
     wait_weights<1 - GROUP>();
     follow<1 - GROUP>();
     if (own < kTile) scrub(base, at, GROUP, own);
@@ -262,9 +266,12 @@ struct Walker {
       stamp(24, detailed);
       if (j + 1 < tiles) {
         score<0, kBoxes>(odd);
+        if (SEE_EARLY) see_values<1>(at);                  // while they are multiplied
         wgmma_wait<0>();
         stamp(25, detailed);
         if (j + 3 >= tiles) release_queries();
+      } else if (SEE_EARLY) {
+        see_values<1>(at);
       }
       others_tile<1>(at, own);
       stamp(26, detailed);

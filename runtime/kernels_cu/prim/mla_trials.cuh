@@ -2,7 +2,7 @@
 // gains becomes the rule, what does not goes, and this file with it.
 #pragma once
 
-#ifndef EARLY_KEYS    // the copier asks for committed keys before the kernel ahead of this one has ended: nothing there writes them
+#ifndef EARLY_KEYS    // the copier asks for committed keys before the kernel ahead of this one has ended (docs/mla.md says when it may)
 #define EARLY_KEYS 0
 #endif
 #ifndef MERGE_LATER   // parts of O are added up by tree_mla_merge, a launch of its own: no fence, no count, no waiting for one another
@@ -25,6 +25,9 @@
 #endif
 #ifndef OWN_FIRST     // tree_mla_rows.cu: an owner's product is under way before its weights are written out for the other group
 #define OWN_FIRST 0
+#endif
+#ifndef SEE_EARLY     // tree_mla_rows.cu: a group looks for the boxes of the other's tile while it waits for something else anyway
+#define SEE_EARLY 0
 #endif
 #ifndef KEYS_STAY     // keys that one column tile reads leave L2 in their turn, not first
 #define KEYS_STAY 0
