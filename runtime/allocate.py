@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from runtime.budget import Allocation, Calibration, Cells, allocate, caps_mask, 
 from runtime.clock import StepClock
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
-from runtime.executor import Executor
+from runtime.executor import Executor, begin_draft
+from runtime.flight import Flight
 from runtime.outlook import Outlook
 from runtime.price import Price
-from runtime.speculate import Load, NoSpeculation, Root, Taps, Verified, draft_depth, make_draft_plan
+from runtime.speculate import Load, NoSpeculation, Root, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
 from runtime.types import Bools, DraftLogits, DraftTree
@@ -51,6 +53,9 @@ class TimedDecoding(NoSpeculation):
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         self._clock.stop(bucket, stats)
 
+    def learn(self) -> None:
+        """The curve has been told."""
+
 
 class BudgetSpeculation:
     """DDTree (arXiv 2604.12989) for all streams at once under `runtime.budget.allocate`.
@@ -69,12 +74,13 @@ class BudgetSpeculation:
         self._top_k = config.draft_top_k
         self._clock = StepClock(curve)
         self._proposed: _Proposed | None = None
+        self._lessons: list[tuple[_Proposed, Mapping[str, Verified]]] = []  # of steps that calibration has not heard of
 
     def before_step(self, load: Load, stats: EngineStats) -> None:
         self._proposed = None
         self._clock.start(load, stats)
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
         """One draft call for all roots, or none where it should not pay; taps are written in either case."""
         load, most = self._clock.load, sum(root.nodes for root in roots)
         decoding = max(load.decoding, len(roots))
@@ -82,14 +88,19 @@ class BudgetSpeculation:
         with stats.stage("plan"):
             pays = self.outlook.pays(price, base=decoding, streams=len(roots), most=most)
         if not pays:
-            if len(taps):
-                with stats.stage("draft"):
-                    self._executor.draft(make_draft_plan([], taps))
-            return [DraftTree.root_only(root.token) for root in roots]
-        with stats.stage("draft"), self._clock.draft(len(roots)):
-            logits = self._executor.draft(make_draft_plan(roots, taps))
-        with stats.stage("grow"):
-            return self._grow(roots, logits, price, most)
+            write_taps(self._executor, taps, stats)
+            return partial(roots_only, roots)
+        with stats.stage("draft"):
+            flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
+
+        def trees() -> list[DraftTree]:
+            with stats.stage("draft"):
+                logits = flight.land()
+            self._clock.count_draft(len(roots), stats)
+            with stats.stage("grow"):
+                return self._grow(roots, logits, price, most)
+
+        return trees
 
     def _grow(self, roots: Sequence[Root], logits: DraftLogits, price: Price, most: int) -> list[DraftTree]:
         if self._top_k is not None:
@@ -135,9 +146,15 @@ class BudgetSpeculation:
             )
         )
         if self._proposed is not None:
-            kept, accepted = _outcome(self._proposed, verified)
-            self.calibration.observe(self._proposed.forest, kept, accepted, self._proposed.cells)
+            self._lessons.append((self._proposed, verified))
             self._proposed = None
+
+    def learn(self) -> None:
+        """Calibrates acceptance."""
+        lessons, self._lessons = self._lessons, []
+        for proposed, verified in lessons:
+            kept, accepted = _outcome(proposed, verified)
+            self.calibration.observe(proposed.forest, kept, accepted, proposed.cells)
 
 
 def _outcome(proposed: _Proposed, verified: Mapping[str, Verified]) -> tuple[Bools, Bools]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from runtime.curve import CostCurve
 from runtime.speculate import Load
@@ -22,24 +20,19 @@ class StepClock:
         self.curve, self.prompts = curve, prompts
         self.load = Load(0, 0, 1 << 30, 0, 0)  # of the step that was started last
         self.drafted = 0  # streams drafted for in it
-        self._draft_s = self._started_s = self._verify_s = 0.0
+        self._started_s = self._flown_s = self._draft_s = 0.0
 
     def start(self, load: Load, stats: EngineStats) -> None:
-        self.load = load
-        self.drafted, self._draft_s = 0, 0.0
-        self._started_s = time.perf_counter()
-        self._verify_s = stats.stage_s["verify"]
+        self.load, self.drafted = load, 0
+        self._started_s, self._flown_s, self._draft_s = time.perf_counter(), stats.flown_s, 0.0
 
-    @contextmanager
-    def draft(self, streams: int) -> Iterator[None]:
-        """Times the draft for so many streams."""
-        start = time.perf_counter()
-        yield
-        self.drafted, self._draft_s = streams, time.perf_counter() - start
+    def count_draft(self, streams: int, stats: EngineStats) -> None:
+        """The draft for so many streams, a step's first flight, has landed."""
+        self.drafted, self._draft_s = streams, stats.flown_s - self._flown_s
 
     def stop(self, bucket: int, stats: EngineStats) -> float:
-        """Teaches the curve; seconds of the whole step."""
-        step_s = stats.stage_s["verify"] - self._verify_s
+        """Teaches the curve; seconds of the whole step. A flight whose end nobody saw took 0 s, which teaches nothing."""
+        step_s = stats.flown_s - self._flown_s - self._draft_s
         whole_s = time.perf_counter() - self._started_s
         if self.prompts or 2 * self.load.prompt <= bucket:
             self.curve.observe_step(bucket, self.load.ctx, step_s)

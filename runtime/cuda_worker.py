@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from runtime.executor import Pending
 from runtime.graph.audit import Audit, audit_program
 from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes
 from runtime.graph.driver import Driver
 from runtime.graph.fields import DraftFields, Fields, StepFields
 from runtime.graph.probe import Probe, empty_plans
 from runtime.graph.programs import Program, Programs, Recording
-from runtime.graph.results import Results, draft_columns, result_columns, wanted_alternatives
+from runtime.graph.results import Launch, Results, draft_columns, result_columns, wanted_alternatives
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.sample import check_tables
@@ -52,7 +52,7 @@ class CudaWorker:
     ) -> None:
         self.limits, self.driver, self.backend = limits, driver, backend
         self._deadline_s, self._launches, self._stepped, self._thread = deadline_s, 0, False, threading.get_ident()
-        self._due: tuple[Results, int] | None = None  # the last draft launch that nobody has waited for
+        self._due: Launch | None = None  # the last one of a draft
         self.sizes = fit_sizes(limits.max_rows, sizes)
         recording, seqs = Recording(driver, backend, comm, model), layout.max_seqs
         top = min(MAX_LOGPROBS, limits.vocab_size)
@@ -107,60 +107,57 @@ class CudaWorker:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows and draws the token after each out_row."""
+        return self.begin_step(plan).finish()
+
+    def begin_step(self, plan: StepPlan) -> Pending[StepResult]:
+        """As `step`, without waiting for the device."""
         self._enter()
         if self.backend.invariant:
             check_plan(plan, self.backend.paths)
-        rows = len(plan.out_rows)
         check_tables(plan.adjust_seq, plan.adjust_row, plan.mask_rows)
-        program = self.program_of(plan.m, rows)
+        program = self.program_of(plan.m, len(plan.out_rows))
         pack_plan(plan, self._layout, self._plan.blob.host)
-        start, number = time.perf_counter(), self._next()
+        number = self._next()
         self._plan.set_number(number)
+        launch = Launch(program.results, number, self._deadline_s, f"step of {plan.m} rows")
         program.graph.launch()
-        program.results.wait(number, self._deadline_s, f"step of {plan.m} rows")
-        step_us = (time.perf_counter() - start) * 1e6
         self._stepped = True
-        read, wanted = program.results.read, wanted_alternatives(plan.logprobs)
-        experts = program.results.experts / program.counted if program.counted else 0.0
-        if not program.results.columns:
-            return undrawn(step_us, experts)
-        none = np.zeros((rows, 0))
-        return StepResult(
-            target=read("target", rows),
-            logp=read("logp", rows),
-            finite=read("finite", rows),
-            top_ids=read("top_ids", rows)[:, :wanted] if wanted else none.astype(np.int32),
-            top_logp=read("top_logp", rows)[:, :wanted] if wanted else none.astype(np.float32),
-            step_us=step_us,
-            experts=experts,
-        )
+        return Pending(launch.done, launch.wait, lambda: _read_step(program, plan, launch.us))
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         """Materialises the context of tap_rows (rows of the last step), then proposes a block for each root."""
-        depth, top, streams, taps = self.limits.draft_depth, self.limits.draft_top_k, len(plan.root), len(plan.tap_rows)
-        if not depth:
+        return self.begin_draft(plan).finish()
+
+    def begin_draft(self, plan: DraftPlan) -> Pending[DraftLogits]:
+        """As `draft`, without waiting for the device. Without roots there is nothing to wait for."""
+        streams, taps = len(plan.root), len(plan.tap_rows)
+        shape = (streams, self.limits.draft_depth, self.limits.draft_top_k)
+        if not shape[1]:
             raise RuntimeError("draft: this model was loaded without a drafter")
         if taps and not self._stepped:
             raise RuntimeError("draft: tap_rows name rows of the last step, but no step has run")
         self._enter()
         self._settle()
-        shape = (streams, depth, top)
         if taps or streams:
             pack_draft(plan, self._draft_layout, self._draft_plan.blob.host)
             number = self._next()
-            self._draft_plan.set_number(number)
+            self._draft_plan.set_number(number)  # one for both launches: the first may read it after the second was made
         if taps:
             context = self._contexts.find(taps)
             context.graph.launch()
-            self._due = context.results, number
+            self._due = Launch(context.results, number, self._deadline_s, "drafter's context")
         if not streams:
-            return DraftLogits(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+            return Pending(_yes, _nothing, lambda: DraftLogits(np.zeros(shape, np.int32), np.zeros(shape, np.float32)))
         block = self._blocks.find(streams)
+        launch = Launch(block.results, number, self._deadline_s, f"draft for {streams} streams")
         block.graph.launch()
-        block.results.wait(number, self._deadline_s, f"draft for {streams} streams")
-        self._due = None
-        ids, logp = (block.results.read(name, streams * depth).reshape(shape) for name in ("ids", "logp"))
-        return DraftLogits(ids, logp)
+        self._due = launch
+
+        def read() -> DraftLogits:
+            ids, logp = (block.results.read(name, streams * shape[1]).reshape(shape) for name in ("ids", "logp"))
+            return DraftLogits(ids, logp)
+
+        return Pending(launch.done, self._settle, read)
 
     def audit(self, probe: Probe, repeats: int = 20, measure: bool = True, sizes: Iterable[int] | None = None, ops: bool = True) -> Audit:
         """What each program launches, moves and, if measured, takes when it is full. sizes: of these buckets alone, and drafts.
@@ -229,11 +226,36 @@ class CudaWorker:
         return self._launches
 
     def _settle(self) -> None:
-        """Waits for a draft whose results nobody wanted: its plan is read until then."""
+        """Waits for a draft that nobody has waited for: its plan is read until then."""
         if self._due is not None:
-            results, number = self._due
-            results.wait(number, self._deadline_s, "drafter's context")
+            self._due.wait()
             self._due = None
+
+
+def _read_step(program: Program, plan: StepPlan, step_us: float) -> StepResult:
+    """What a step that is done has left."""
+    rows, read, wanted = len(plan.out_rows), program.results.read, wanted_alternatives(plan.logprobs)
+    experts = program.results.experts / program.counted if program.counted else 0.0
+    if not program.results.columns:
+        return undrawn(step_us, experts)
+    none = np.zeros((rows, 0))
+    return StepResult(
+        target=read("target", rows),
+        logp=read("logp", rows),
+        finite=read("finite", rows),
+        top_ids=read("top_ids", rows)[:, :wanted] if wanted else none.astype(np.int32),
+        top_logp=read("top_logp", rows)[:, :wanted] if wanted else none.astype(np.float32),
+        step_us=step_us,
+        experts=experts,
+    )
+
+
+def _yes() -> bool:
+    return True
+
+
+def _nothing() -> None:
+    return None
 
 
 def _filled(program: Program, probe: Probe) -> tuple[StepPlan, DraftPlan]:

@@ -16,7 +16,7 @@ import numpy as np
 from runtime.config import EngineConfig
 from runtime.cycle import Cycle, Delivery
 from runtime.env import load_env
-from runtime.executor import Captures, Executor, Watched
+from runtime.executor import Captures, Executor, Overlaps, Watched
 from runtime.nvtx import find_ranges
 from runtime.pace import Pace
 from runtime.pages import PagePool
@@ -52,7 +52,8 @@ class Engine:
 
     Call `step` from one thread, or `start` a thread that does; submit, abort, stats and check_health may
     be called from any. Emissions of a request go to its on_emission, in order, from the stepping
-    thread; the last one carries `finish`. The executor is closed by whoever made it.
+    thread; the last one carries `finish`. In a thread of its own the engine hands out what a step says once the next one
+    is on its way, if the executor overlaps and there is a next one. The executor is closed by whoever made it.
 
     make_stream gets the request's parameters with max_tokens clamped to the context. eos_ids are
     the ids that min_tokens holds back. pace lowers seats and prompt chunks for a latency target.
@@ -97,6 +98,7 @@ class Engine:
         )
         self._watched = executor if isinstance(executor, Watched) else None
         self._captures = executor if isinstance(executor, Captures) else None
+        self._overlaps = isinstance(executor, Overlaps)
         self._cycle = Cycle(executor, self.speculator, self._scheduler, config, self._stats, pace)
         self._wake = threading.Condition()  # guards the five fields below
         self._open: dict[str, Sequence] = {}
@@ -106,6 +108,7 @@ class Engine:
         self._published = self._stats.copy()
         self._stepping = threading.RLock()  # entered a second time by its own thread only from on_emission, which is refused
         self._inside = False
+        self._emitted: list[Emission] = []  # since the last call of _advance began
         self._thread: threading.Thread | None = None
         self._last_step_s = self._last_progress_s = time.monotonic()
         self._seen_progress = 0
@@ -254,7 +257,7 @@ class Engine:
                 self._wake.wait_for(lambda: self._inbox or self._aborts or self._scheduler.has_work or self._closing)
                 if self._closing and not self._open:
                     return
-            self._advance()
+            self._advance(ahead=self._overlaps)
 
     def _drain(self, timeout_s: float) -> None:
         if self._thread is not None:
@@ -264,36 +267,46 @@ class Engine:
         while self._open and self.dead is None and time.monotonic() < deadline:
             self._advance()
 
-    def _advance(self) -> list[Emission]:
+    def _advance(self, ahead: bool = False) -> list[Emission]:
+        """One step; what was emitted meanwhile. ahead: what this step says may wait until the next one is on its way."""
         with self._stepping:
             if self.dead is not None:
                 raise EngineDead(ENGINE_FAILED) from self.dead
             if self._inside:
                 raise RuntimeError("step() was called from on_emission, in the middle of a step")
-            emissions: list[Emission] = []
+            self._emitted = []
             self._inside = True
             try:
-                emissions += self._deliver(self._take_in())
+                self._deliver(self._take_in())
                 if self._scheduler.has_work:
-                    deliveries = self._cycle.run()
-                    with self._stats.stage("emit"):
-                        emissions += self._deliver(deliveries)
+                    self._cycle.run(self._tell)
+                if not (ahead and self._scheduler.has_work):
+                    self._tell()
             except BaseException as error:
-                emissions += self._fail(error)
+                self._fail(error)
                 if not isinstance(error, Exception):
                     raise
             finally:
                 self._inside = False
-                self._publish()
-            return emissions
+                self._note_step()
+            return self._emitted
+
+    def _tell(self) -> None:
+        """Hands out what the last step said, and the counters with it."""
+        with self._stats.stage("emit"):
+            self._deliver(self._cycle.tell())
+        self._publish()
 
     def _take_in(self) -> list[Delivery]:
-        """Moves submissions to the queue and ends aborted requests."""
+        """Moves submissions to the queue and ends aborted requests, once they have heard all that was said before."""
         with self._wake:
             arrived, aborted = self._inbox, [self._open[id] for id in self._open if id in self._aborts]
             self._inbox, self._aborts = [], set()
         for sequence in arrived:
             self._scheduler.add(sequence)
+        if aborted:
+            self._tell()
+            aborted = [sequence for sequence in aborted if self._open.get(sequence.id) is sequence]
         deliveries: list[Delivery] = []
         for sequence in aborted:
             self._scheduler.remove(sequence)
@@ -304,9 +317,10 @@ class Engine:
             deliveries.append((sequence, emission))
         return deliveries
 
-    def _deliver(self, deliveries: list[Delivery]) -> list[Emission]:
+    def _deliver(self, deliveries: list[Delivery]) -> None:
         """Calls the listeners. One that raises has nobody behind it: its request is aborted, the engine goes on."""
         for sequence, emission in deliveries:
+            self._emitted.append(emission)
             if emission.finish is not None:
                 with self._wake:
                     del self._open[sequence.id]
@@ -319,16 +333,18 @@ class Engine:
                 LOG.exception("request %s: on_emission failed", sequence.id)
                 self._stats.callback_errors += 1
                 self.abort(sequence.id)
-        return [emission for _, emission in deliveries]
 
-    def _fail(self, error: BaseException) -> list[Emission]:
-        """Marks the engine dead and ends every open request with an error."""
+    def _fail(self, error: BaseException) -> None:
+        """Marks the engine dead and ends every open request with an error, after what was still to be told."""
         LOG.error("the engine has failed", exc_info=error)
+        self._stats.land(late=True)
+        self._deliver(self._cycle.tell())
         with self._wake:
             self.dead = error
             lost = list(self._open.values())
         self._stats.finished["error"] += len(lost)
-        return self._deliver([(sequence, Emission(sequence.id, (), "", finish="error", error=ENGINE_FAILED)) for sequence in lost])
+        self._deliver([(sequence, Emission(sequence.id, (), "", finish="error", error=ENGINE_FAILED)) for sequence in lost])
+        self._publish()
 
     def _publish(self) -> None:
         pool, stats = self._scheduler.pool, self._stats
@@ -336,9 +352,13 @@ class Engine:
         stats.pages_used, stats.pages_kept, stats.seats = pool.held, pool.kept, self._scheduler.seats
         with self._wake:
             self._published = stats.copy()
+
+    def _note_step(self) -> None:
+        """What `check_health` looks at."""
+        with self._wake:
             self._last_step_s = time.monotonic()
-            if stats.progress != self._seen_progress:
-                self._seen_progress, self._last_progress_s = stats.progress, self._last_step_s
+            if self._stats.progress != self._seen_progress:
+                self._seen_progress, self._last_progress_s = self._stats.progress, self._last_step_s
 
 
 def _check_prompt(prompt: object, vocab_size: int) -> int:

@@ -17,11 +17,11 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from runtime.executor import Captures, Executor
+from runtime.executor import Captures, Executor, Pending, begin_draft, begin_step
 from runtime.lives import Lives, Peers, RankFailed
 from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan, unpack_draft, unpack_plan
 from runtime.ring import CAPTURE, DRAFT, STEP, STOP, PlanRing
@@ -29,6 +29,8 @@ from runtime.shared import LINE, PeerLost, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
 from runtime.types import Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from runtime.worker import Limits
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +123,43 @@ class ProcessRanks:
         self.limits: Limits = self._worker.limits
 
     def step(self, plan: StepPlan) -> StepResult:
+        return self.begin_step(plan).finish()
+
+    def begin_step(self, plan: StepPlan) -> Pending[StepResult]:
         with self._together():
             pack_plan(plan, self._meeting.plan, self._ring.record())
             self._ring.publish(STEP)
-            result: StepResult = self._worker.step(plan)
-            answers = self._ring.answers()
-            own = checksum(result.target)
-            for rank, answer in enumerate(answers, 1):
-                if answer != own:
-                    raise RankFailed(f"rank {rank} drew other tokens than rank 0: their sums must have had different bits")
-        return result
+            return self._watched(begin_step(self._worker, plan), self._compare)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
+        return self.begin_draft(plan).finish()
+
+    def begin_draft(self, plan: DraftPlan) -> Pending[DraftLogits]:
         with self._together():
             pack_draft(plan, self._meeting.draft, self._ring.record())
             self._ring.publish(DRAFT)
-            return self._worker.draft(plan)  # type: ignore[no-any-return]
+            return self._watched(begin_draft(self._worker, plan))
+
+    def _watched(self, own: Pending[R], check: Callable[[R], None] = lambda result: None) -> Pending[R]:
+        """Rank 0's share of a plan, where waiting and reading may fail as the group does."""
+
+        def wait() -> None:
+            with self._together():
+                own.wait()
+
+        def read() -> R:
+            with self._together():
+                result = own.read()
+                check(result)
+            return result
+
+        return Pending(own.done, wait, read)
+
+    def _compare(self, result: StepResult) -> None:
+        answers, drawn = self._ring.answers(), checksum(result.target)
+        for rank, answer in enumerate(answers, 1):
+            if answer != drawn:
+                raise RankFailed(f"rank {rank} drew other tokens than rank 0: their sums must have had different bits")
 
     def trouble(self) -> str | None:
         """Why no further step can succeed, or None."""

@@ -53,6 +53,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._arrivals = count()
+        self._prepared = False  # the next step, between two
 
     @property
     def has_work(self) -> bool:
@@ -103,13 +104,19 @@ class Scheduler:
         reserved = max(1, self.max_rows // PROMPT_SHARE)
         return Load(decoding, prompt, self.max_rows, reserved, sum(s.computed for s in self.running))
 
+    def prepare(self) -> None:
+        """Rules 1 and 3 of the next step, which no tree has a say in: pages of newest tokens, preemption, admission."""
+        if not self._prepared and not self._secure_running():
+            self._admit()
+        self._prepared = True
+
     def schedule(self, trees: Mapping[str, DraftTree]) -> list[Share]:
         """Decides the next step: decoding sequences first, with their trees (by id), then chunks.
 
-        Takes the pages of all rows, admits and preempts. Empty only if there is no work.
+        Takes the pages of all rows, admits and preempts, where `prepare` has not. Empty only if there is no work.
         """
-        if not self._secure_running():
-            self._admit()
+        self.prepare()
+        self._prepared = False
         decoding = [s for s in self.running if s.pending == 1]
         nodes = self._node_rows(len(decoding), self._prompt_rows())
         shares: list[Share] = []

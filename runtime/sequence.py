@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,13 @@ class Stream(Protocol):
     def push(self, tokens: SequenceOf[int]) -> Pushed: ...
 
     def flush(self) -> str: ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A stream that can say what `push` of some tokens will say, all but the text, before that is made; None: not of these."""
+
+    def foresee(self, tokens: SequenceOf[int]) -> Pushed | None: ...
 
 
 LOG = logging.getLogger(__name__)
@@ -50,6 +57,7 @@ class Sequence:
         self.request = request
         self.params = params  # max_tokens is set and fits the context
         self.stream = stream
+        self.foresee = stream.foresee if isinstance(stream, Foresees) else _say_nothing
         self.on_emission = on_emission
         self.history = SequenceHistory(params, prompt, stop_ids)
         self.constraint = None if request.constraint is None else request.constraint.start()
@@ -62,6 +70,7 @@ class Sequence:
         self.admitted_s = 0.0  # time.monotonic() at first admission
         self.reached = 0  # the most positions that were ever computed: what a preemption takes away does not count twice
         self.preemptions = 0
+        self.lost = False  # its stream failed while a step of it was in flight: it has been told, and goes when that step is done
         self.length = len(prompt)
         self.newest = int(prompt[-1])  # the last token
         self.page_count = 0
@@ -165,6 +174,10 @@ class Sequence:
         if count:
             self.key(count - 1)
         return self._keys[:count]
+
+
+def _say_nothing(tokens: SequenceOf[int]) -> Pushed | None:
+    return None
 
 
 def _within(weight: float) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from runtime.config import DEFAULT_TREE_BUDGET, SpeculativeConfig
-from runtime.executor import Executor
+from runtime.executor import Executor, begin_draft
+from runtime.flight import Flight
 from runtime.stats import EngineStats
 from runtime.tree import chain, grow
 from runtime.types import I32, DraftLogits, DraftPlan, DraftTree
@@ -73,6 +75,9 @@ class Verified:
     sound: bool  # False: a row of the path was not finite, or a constraint took nodes out, so that `path` counts other nodes
 
 
+Trees = Callable[[], list[DraftTree]]
+
+
 @runtime_checkable
 class StepWatcher(Protocol):
     """A speculator that wants to know what a step holds and what became of it."""
@@ -80,7 +85,10 @@ class StepWatcher(Protocol):
     def before_step(self, load: Load, stats: EngineStats) -> None: ...
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
-        """rows: live ones of the step, bucket: M that was launched, experts: StepResult.experts."""
+        """rows: live ones of the step, bucket: M that was launched, experts: StepResult.experts. What takes time waits for `learn`."""
+
+    def learn(self) -> None:
+        """Works off what `after_step` left: when the device is busy with the next draft or step, or at once if there is none."""
 
 
 class Speculator(Protocol):
@@ -92,8 +100,9 @@ class Speculator(Protocol):
     @property
     def depth(self) -> int: ...
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
-        """Trees in the order of `roots`, node 0 the root, at most root.nodes more.
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+        """Hands a draft to the device. What is returned waits for it, once, and makes the trees: in the order of `roots`,
+        node 0 the root, at most root.nodes more.
 
         Called once before every step, also without roots. `taps` are the last step's and are handed
         over once: a speculator that reads drafter context has to write them now. Times its work as
@@ -107,8 +116,8 @@ class NoSpeculation:
     nodes = 0
     depth = 0
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
-        return [DraftTree.root_only(root.token) for root in roots]
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+        return partial(roots_only, roots)
 
 
 class TreeSpeculation:
@@ -124,14 +133,21 @@ class TreeSpeculation:
         self._top_k = config.draft_top_k
         self.nodes = self.depth if self._chain else budget or DEFAULT_TREE_BUDGET
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
         """One draft call for all roots, also when there is none but taps are due."""
-        if not roots and not len(taps):
-            return []
+        if not roots:
+            write_taps(self._executor, taps, stats)
+            return list
         with stats.stage("draft"):
-            logits = self._executor.draft(make_draft_plan(roots, taps))
-        with stats.stage("grow"):
-            return self._grow(roots, logits) if roots else []
+            flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
+
+        def trees() -> list[DraftTree]:
+            with stats.stage("draft"):
+                logits = flight.land()
+            with stats.stage("grow"):
+                return self._grow(roots, logits)
+
+        return trees
 
     def _grow(self, roots: Sequence[Root], logits: DraftLogits) -> list[DraftTree]:
         """Trees in the order of roots. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
@@ -148,6 +164,18 @@ class TreeSpeculation:
             budgets = [min(self.nodes, roots[i].nodes) for i in members]
             trees.update(zip(members, grow(part, tokens[members], budgets, depth), strict=True))
         return [trees[i] for i in range(len(roots))]
+
+
+def roots_only(roots: Sequence[Root]) -> list[DraftTree]:
+    """Trees without a draft."""
+    return [DraftTree.root_only(root.token) for root in roots]
+
+
+def write_taps(executor: Executor, taps: Taps, stats: EngineStats) -> None:
+    """A draft call for the sake of the drafter's context alone: nobody waits for it."""
+    if len(taps):
+        with stats.stage("draft"):
+            executor.draft(make_draft_plan([], taps))
 
 
 def make_speculator(executor: Executor, config: SpeculativeConfig) -> Speculator:

@@ -74,6 +74,10 @@ class EngineStats:
     budget_records: deque[BudgetStep] = field(default_factory=lambda: deque(maxlen=BUDGET_STEPS))  # the latest
     step_ms_ema: float = 0.0
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # wall time summed over steps
+    exposed_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # of it, while nothing was in flight
+    bucket_exposed_s: dict[int, float] = field(default_factory=dict)  # of bucket_s likewise, what lies between the stages included
+    flown_s: float = 0.0  # drafts and steps in flight: handed over, and not yet seen to be done
+    late_flights: int = 0  # of these, done before the host came to wait: counted as having been short, so exposed_s is a bound
     experts_total: int = 0  # of a mixture-of-experts layer; 0: not known
     experts: float = 0.0  # distinct ones that a layer hit in the last step, mean over layers; 0: not counted
     experts_sum: float = 0.0  # of the same over all steps that counted them
@@ -81,6 +85,7 @@ class EngineStats:
     progress: int = 0  # positions computed for the first time, tokens delivered, requests ended: never still while the engine lives
     trace: StepTrace | None = field(default=None, repr=False, compare=False)  # hears of every stage and step
     ranges: Ranges | None = field(default=None, repr=False, compare=False)  # likewise, for a profiler
+    _up_since_s: float | None = field(default=None, repr=False, compare=False)  # what is in flight took off then
 
     def copy(self) -> EngineStats:
         return dataclasses.replace(
@@ -91,6 +96,8 @@ class EngineStats:
             bucket_s=dict(self.bucket_s),
             finished=Counter(self.finished),
             stage_s=dict(self.stage_s),
+            exposed_s=dict(self.exposed_s),
+            bucket_exposed_s=dict(self.bucket_exposed_s),
             budget_records=self.budget_records.copy(),
         )
 
@@ -107,8 +114,9 @@ class EngineStats:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block to stage `name`, one of STAGES."""
+        """Adds the wall time of the block to stage `name`, one of STAGES, and to what was exposed what nothing in flight hid."""
         start, ranges = time.perf_counter(), self.ranges
+        flown_s = self.flown_by(start)
         if ranges is not None:
             ranges.push(name)
         try:
@@ -118,13 +126,35 @@ class EngineStats:
                 ranges.pop()
             end = time.perf_counter()
             self.stage_s[name] += end - start
+            self.exposed_s[name] += end - start - (self.flown_by(end) - flown_s)
             if self.trace is not None:
                 self.trace.span(name, start, end)
 
-    def count_step(self, bucket: int, rows: int, step_s: float, experts: float = 0.0, streams: int = 0, prompt: int = 0) -> None:
+    @property
+    def in_flight(self) -> bool:
+        return self._up_since_s is not None
+
+    def take_off(self) -> None:
+        """A plan was handed to the device."""
+        self._up_since_s = time.perf_counter()
+
+    def land(self, late: bool = False) -> None:
+        """It is done; late: it was so before anybody looked, so that the device may have idled since the take-off."""
+        if self._up_since_s is not None and not late:
+            self.flown_s += time.perf_counter() - self._up_since_s
+        self.late_flights += late
+        self._up_since_s = None
+
+    def flown_by(self, now_s: float) -> float:
+        """Seconds in flight up to time.perf_counter() `now_s`, what is under way included."""
+        return self.flown_s if self._up_since_s is None else self.flown_s + now_s - self._up_since_s
+
+    def count_step(
+        self, bucket: int, rows: int, step_s: float, experts: float = 0.0, streams: int = 0, prompt: int = 0, flown_s: float = 0.0
+    ) -> None:
         """Counts a step launched with M = bucket; experts: distinct ones that a layer hit, 0 where nobody counts them.
 
-        streams: sequences that decoded; prompt: rows of chunks; the other rows are draft nodes.
+        streams: sequences that decoded; prompt: rows of chunks; the other rows are draft nodes. flown_s: of step_s, in flight.
         """
         self.steps += 1
         self.experts = experts
@@ -134,6 +164,7 @@ class EngineStats:
         self.rows += rows
         self.bucket_steps[bucket] += 1
         self.bucket_s[bucket] = self.bucket_s.get(bucket, 0.0) + step_s
+        self.bucket_exposed_s[bucket] = self.bucket_exposed_s.get(bucket, 0.0) + step_s - flown_s
         weight = 1.0 / min(self.steps, EMA_STEPS)
         self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
         if self.trace is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from runtime.clock import StepClock
 from runtime.config import EngineConfig
 from runtime.curve import CostCurve
 from runtime.engine import Engine
-from runtime.executor import Executor
+from runtime.executor import Executor, begin_draft
+from runtime.flight import Flight
 from runtime.pages import PagePool
-from runtime.speculate import Load, Root, Taps, Verified, make_draft_plan
+from runtime.speculate import Load, Root, Taps, Trees, Verified, make_draft_plan, roots_only, write_taps
 from runtime.stats import EngineStats
 from runtime.stream import Pushed
 from runtime.tree import grow
@@ -54,20 +56,29 @@ class SurveyTrees:
     def before_step(self, load: Load, stats: EngineStats) -> None:
         self._clock.start(load, stats)
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
-        if not self.depth or not (roots or len(taps)):
-            return [DraftTree.root_only(root.token) for root in roots]
-        with self._clock.draft(len(roots)):
-            logits = self._executor.draft(make_draft_plan(roots, taps))
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+        if not self.depth:
+            return partial(roots_only, roots)
         if not roots:
-            return []
-        nodes, more = divmod(max(0, self.rows - len(roots)), len(roots))
-        counts = [min(nodes + (i < more), root.most or root.nodes) for i, root in enumerate(roots)]
-        return grow(logits, np.array([root.token for root in roots], np.int32), counts)
+            write_taps(self._executor, taps, stats)
+            return list
+        flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
+
+        def trees() -> list[DraftTree]:
+            logits = flight.land()
+            self._clock.count_draft(len(roots), stats)
+            nodes, more = divmod(max(0, self.rows - len(roots)), len(roots))
+            counts = [min(nodes + (i < more), root.most or root.nodes) for i, root in enumerate(roots)]
+            return grow(logits, np.array([root.token for root in roots], np.int32), counts)
+
+        return trees
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         if self.heard:
             self._clock.stop(bucket, stats)
+
+    def learn(self) -> None:
+        """The curve has been told."""
 
 
 class Silent:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.speculate import Root, Taps
+from runtime.speculate import Root, Taps, Trees
 from runtime.stats import EngineStats
 from runtime.types import DraftTree, Emission, Request
 from tests.language import Language, make_request, mix, path_of
@@ -26,8 +26,8 @@ class RandomTrees:
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
-        return [self._tree(root) for root in roots]
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+        return lambda: [self._tree(root) for root in roots]
 
     def _tree(self, root: Root) -> DraftTree:
         token, parent, depth, path = [root.token], [-1], [0], [path_of(root.tokens)]

@@ -14,7 +14,7 @@ from runtime import loading
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.engine import Engine
 from runtime.executor import Executor
-from runtime.speculate import Root, Speculator, Taps, make_draft_plan
+from runtime.speculate import Root, Speculator, Taps, Trees, make_draft_plan
 from runtime.stats import EngineStats
 from runtime.stream import TextStream
 from runtime.tree import grow
@@ -91,14 +91,14 @@ class BudgetByRequest:
         self._executor = executor
         self.depth = executor.limits.draft_depth
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
         if not roots and not len(taps):
-            return []
+            return list
         logits = self._executor.draft(make_draft_plan(roots, taps))
         if not roots:
-            return []
+            return list
         budgets = [min(1 + int(root.id) % 64, root.nodes) for root in roots]
-        return grow(logits, np.array([root.token for root in roots], np.int32), budgets)
+        return lambda: grow(logits, np.array([root.token for root in roots], np.int32), budgets)
 
 
 class RandomTrees:
@@ -111,8 +111,8 @@ class RandomTrees:
         self._plain, self._prompts, self._vocab = plain, prompts, vocab
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
-        return [self._tree(root) for root in roots]
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+        return lambda: [self._tree(root) for root in roots]
 
     def _tree(self, root: Root) -> DraftTree:
         rng, done = self._rng, len(root.tokens) - self._prompts[root.id]

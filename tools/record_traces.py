@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,10 +28,10 @@ from runtime import loading
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.engine import Engine
 from runtime.executor import Executor
-from runtime.speculate import Root, Taps, make_draft_plan
+from runtime.speculate import Root, Taps, Trees, make_draft_plan, roots_only
 from runtime.stats import EngineStats
 from runtime.stream import TextStream
-from runtime.types import Array, DraftTree, Emission, Request, SamplingParams
+from runtime.types import Array, Emission, Request, SamplingParams
 
 Draft = tuple[Array, Array]  # ids [D, K] i32, logp [D, K] f32
 
@@ -45,13 +46,13 @@ class RecordingDrafter:
         self.depth = executor.limits.draft_depth
         self.drafts: dict[str, dict[int, Draft]] = {}  # request id -> position of the root -> draft
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
         if not roots and not len(taps):
-            return []
+            return list
         logits = self._executor.draft(make_draft_plan(roots, taps))
         for i, root in enumerate(roots):
             self.drafts.setdefault(root.id, {})[root.pos] = (logits.ids[i].copy(), logits.logp[i].copy())
-        return [DraftTree.root_only(root.token) for root in roots]
+        return partial(roots_only, roots)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from runtime.config import AUTO, EngineConfig, SpeculativeConfig
 from runtime.curve import CurveKey
 from runtime.engine import Engine
 from runtime.measure import device_name, measure_curve
-from runtime.speculate import Root, Taps, Verified
+from runtime.speculate import Root, Taps, Trees, Verified
 from runtime.stats import EngineStats
 from runtime.stream import TextStream
 from runtime.types import DraftTree, Request, SamplingParams
@@ -85,14 +85,19 @@ class RecordingBudget(BudgetSpeculation):
         self._trees: dict[str, tuple[DraftTree, list[float]]] = {}
         self.steps: list[StepRecord] = []
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> list[DraftTree]:
-        trees = super().propose(roots, taps, stats)
-        chances: list[list[float]] = [[1.0]] * len(trees)
-        if self._proposed is not None:
-            value = self.calibration.values(self._proposed.forest)
-            kept = self._proposed.allocation.kept
-            chances = [[1.0, *value[b, kept[b]].tolist()] for b in range(len(trees))]
-        self._trees = {root.id: (tree, chance) for root, tree, chance in zip(roots, trees, chances, strict=True)}
+    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+        propose = super().propose(roots, taps, stats)
+
+        def trees() -> list[DraftTree]:
+            found = propose()
+            chances: list[list[float]] = [[1.0]] * len(found)
+            if self._proposed is not None:
+                value = self.calibration.values(self._proposed.forest)
+                kept = self._proposed.allocation.kept
+                chances = [[1.0, *value[b, kept[b]].tolist()] for b in range(len(found))]
+            self._trees = {root.id: (tree, chance) for root, tree, chance in zip(roots, found, chances, strict=True)}
+            return found
+
         return trees
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:

@@ -88,24 +88,27 @@ def test_no_draft_where_none_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_teaches_the_curve_and_the_calibration() -> None:
-    """Costs are the stage's and the draft's wall time; a stream that was cut or lost counts for what was verified."""
+    """Costs are the wall time that step and draft were in flight; a stream that was cut or lost counts for what was verified."""
     drafter = Drafter()
     spec = BudgetSpeculation(drafter, AUTO, curve())
     stats = EngineStats()
     roots = [root(1, nodes=8), root(2, nodes=8), root(3, nodes=8)]
     spec.before_step(Load(3, 0, 64, 16, 100), stats)
-    trees = spec.propose(roots, Taps.none(), stats)
+    trees = spec.propose(roots, Taps.none(), stats)()
     for tree in trees:
         check_tree(tree)
     assert sum(len(t) - 1 for t in trees) == 24, "all that the roots have room for together"
-    with stats.stage("verify"):
-        time.sleep(0.02)
+    stats.take_off()
+    time.sleep(0.02)
+    stats.land()
     first_child = int(np.flatnonzero(trees[0].parent == 0)[0])
     verified = {"r1": Verified(len(trees[0]) - 1, [0, first_child], True), "r2": Verified(1, [0], True)}
     spec.after_step(27, 32, verified, 41.5, stats)
     assert stats.budget_records[-1].experts == 41.5
     assert 0.02 <= float(spec.curve.step(27)) < 0.2 and spec.curve.draft(3) < 0.2 and spec.curve.overhead_s > 0
     calibration = spec.calibration
+    assert not calibration.accepted.any(), "calibration can wait until the device is busy"
+    spec.learn()
     assert calibration.accepted.sum() == pytest.approx(1.0)
     children = [int(t) for t in np.flatnonzero(trees[0].parent == 0)]
     tried = sum(np.exp(logits_for(1)[1][0, : len(children)]))
@@ -113,8 +116,9 @@ def test_a_step_teaches_the_curve_and_the_calibration() -> None:
     tried += sum(np.exp(logits_for(1)[1][1, : len(below)])) + np.exp(logits_for(2)[1][0, 0])
     assert calibration.promised.sum() == pytest.approx(tried, rel=1e-3), "children of accepted nodes only, and r3 not at all"
     unsound = {"r1": Verified(3, [0, 1], False)}
-    spec.propose(roots, Taps.none(), stats)
+    spec.propose(roots, Taps.none(), stats)()
     spec.after_step(27, 32, unsound, 0.0, stats)
+    spec.learn()
     assert calibration.accepted.sum() <= 1.0, "a row that was not finite teaches nothing"
 
 
@@ -122,7 +126,7 @@ def test_rooms_of_one_sequence_may_go_to_another() -> None:
     """`nodes` is an even share of the step, `most` what the sequence itself has room for."""
     spec = BudgetSpeculation(Drafter(), AUTO, curve())
     tight = [Root(r.id, r.tokens, r.pages, 4, r.depth, most=most) for r, most in ((root(1), 1), (root(2), 40), (root(3), 40))]
-    trees = spec.propose(tight, Taps.none(), EngineStats())
+    trees = spec.propose(tight, Taps.none(), EngineStats())()
     assert len(trees[0]) <= 2 and sum(len(t) - 1 for t in trees) == 12
     assert max(len(t) - 1 for t in trees) > 4, "mutation: capping each at its even share"
 
@@ -133,7 +137,7 @@ def test_prompts_and_other_rows_are_priced(monkeypatch: pytest.MonkeyPatch) -> N
     for prompt in (0, 14):
         spec = BudgetSpeculation(Drafter(), AUTO, frozen(curve((1.0, 1.01, 90.0, 900.0)), monkeypatch))
         spec.before_step(Load(1, prompt, 64, 16, 0), EngineStats())
-        [tree] = spec.propose([root(1, nodes=40)], Taps.none(), EngineStats())
+        [tree] = spec.propose([root(1, nodes=40)], Taps.none(), EngineStats())()
         sizes.append(len(tree) - 1)
     assert sizes == [15, 1]
 
@@ -162,8 +166,9 @@ def test_steps_of_prompts_do_not_teach_what_trees_cost() -> None:
     spec, stats = BudgetSpeculation(Drafter(), AUTO, curve()), EngineStats()
     for prompt, seen in ((50, 0), (30, 1)):
         spec.before_step(Load(4, prompt, 64, 16, 0), stats)
-        with stats.stage("verify"):
-            time.sleep(1e-4)
+        stats.take_off()
+        time.sleep(1e-4)
+        stats.land()
         spec.after_step(4 + prompt, 64, {}, 0.0, stats)
         assert spec.curve._steps[0].count[-1] == seen
 

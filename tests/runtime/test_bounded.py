@@ -11,7 +11,7 @@ import pytest
 
 from runtime import masks as module
 from runtime.bounded import Bounded, Late
-from runtime.cycle import CONSTRAINT_FAILED
+from runtime.emit import CONSTRAINT_FAILED
 from runtime.masks import fill_masks
 from runtime.types import DraftTree, Request, SamplingParams
 from tests.runtime.test_masks import Fixed

@@ -85,9 +85,9 @@ def _taps_at_node_slots(patch: pytest.MonkeyPatch) -> None:
 def _taps_of_the_ended_dropped(patch: pytest.MonkeyPatch) -> None:
     original = Cycle._commit
 
-    def commit(self: Cycle, share, verdict, emission) -> int:  # type: ignore[no-untyped-def]
-        keep = original(self, share, verdict, emission)
-        return keep if emission is None or emission.finish is None else share.start
+    def commit(self: Cycle, share, found) -> int:  # type: ignore[no-untyped-def]
+        keep = original(self, share, found)
+        return keep if found is None or found.finish is None else share.start
 
     patch.setattr(Cycle, "_commit", commit)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from runtime.cycle import NON_FINITE, STREAM_FAILED, Cycle
+from runtime.cycle import Cycle
+from runtime.emit import NON_FINITE, STREAM_FAILED
 from runtime.engine import ENGINE_FAILED, EngineDead
 from runtime.pages import PagePool
 from runtime.types import Emission, StepPlan
@@ -109,9 +110,9 @@ def test_a_bad_row_inside_a_prompt_is_noticed_at_its_end(chunk: int) -> None:
 def test_mutation_pages_registered_before_a_finite_row_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Cycle._commit
 
-    def commit(self: Cycle, share: Any, verdict: Any, emission: Any) -> int:
-        keep = original(self, share, verdict, emission)
-        if verdict is None:
+    def commit(self: Cycle, share: Any, found: Any) -> int:
+        keep = original(self, share, found)
+        if found is None:
             for i in range(share.sequence.registered, keep // self._pool.page_size):
                 self._pool.register(int(share.sequence.pages[i]), share.sequence.key(i))
             share.sequence.registered = keep // self._pool.page_size

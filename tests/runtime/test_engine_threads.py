@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -130,11 +129,10 @@ def test_steps_without_progress_are_reported(monkeypatch: pytest.MonkeyPatch) ->
     engine = make_engine(executor, step_deadline_s=0.2, enable_prefix_caching=False)
     run = engine._cycle.run
 
-    def thrash() -> Any:
-        deliveries = run()
+    def thrash(meanwhile: Callable[[], object]) -> None:
+        run(meanwhile)
         for sequence in list(engine._scheduler.running):
             engine._scheduler.preempt(sequence)
-        return deliveries
 
     monkeypatch.setattr(engine._cycle, "run", thrash)
     engine.submit(make_request("a", list(range(2, 42)), max_tokens=2))

@@ -71,16 +71,16 @@ def test_the_plan_names_roots_pages_and_taps() -> None:
 
 def test_taps_are_written_even_when_nobody_drafts() -> None:
     spec, drafter = speculator()
-    assert spec.propose([], Taps.none(), EngineStats()) == [] and not drafter.plans
+    assert spec.propose([], Taps.none(), EngineStats())() == [] and not drafter.plans
     taps = Taps(*(np.array([1], np.int32),) * 3)
-    assert spec.propose([], taps, EngineStats()) == []
+    assert spec.propose([], taps, EngineStats())() == []
     assert [(len(plan.root), plan.tap_rows.tolist()) for plan in drafter.plans] == [(0, [1])]
 
 
 def test_each_root_gets_the_tree_of_its_own_budget_and_depth() -> None:
     spec, drafter = speculator(tree_budget=12)
     roots = [root(1), root(2, nodes=3), root(3, depth=1), root(4, nodes=1), root(5, depth=2)]
-    trees = spec.propose(roots, Taps.none(), EngineStats())
+    trees = spec.propose(roots, Taps.none(), EngineStats())()
     assert len(drafter.plans) == 1
     for asked, tree in zip(roots, trees, strict=True):
         ids, logp = logits_for(asked.token)
@@ -94,14 +94,14 @@ def test_each_root_gets_the_tree_of_its_own_budget_and_depth() -> None:
 
 def test_choices_and_depth_are_cut_as_configured() -> None:
     spec, _ = speculator(tree_budget=60, draft_top_k=1, num_speculative_tokens=3)
-    [tree] = spec.propose([root(1)], Taps.none(), EngineStats())
+    [tree] = spec.propose([root(1)], Taps.none(), EngineStats())()
     assert tree.parent.tolist() == [-1, 0, 1, 2] and tree.token[1:].tolist() == logits_for(1)[0][:3, 0].tolist()
 
 
 def test_dflash_is_the_top_1_chain() -> None:
     spec, _ = speculator(method="dflash", num_speculative_tokens=4)
     assert (spec.nodes, spec.depth) == (4, 4)
-    trees = spec.propose([root(1), root(2, nodes=2), root(3, depth=1)], Taps.none(), EngineStats())
+    trees = spec.propose([root(1), root(2, nodes=2), root(3, depth=1)], Taps.none(), EngineStats())()
     assert [len(tree) for tree in trees] == [5, 3, 2]
     for tree in trees:
         assert tree.parent.tolist() == list(range(-1, len(tree) - 1))
@@ -110,9 +110,9 @@ def test_dflash_is_the_top_1_chain() -> None:
 
 def test_the_first_nodes_of_a_tree_are_the_smaller_tree() -> None:
     spec, _ = speculator(tree_budget=16)
-    [large] = spec.propose([root(9)], Taps.none(), EngineStats())
+    [large] = spec.propose([root(9)], Taps.none(), EngineStats())()
     for nodes in range(1, 16):
-        [small] = spec.propose([root(9, nodes=nodes)], Taps.none(), EngineStats())
+        [small] = spec.propose([root(9, nodes=nodes)], Taps.none(), EngineStats())()
         assert equal(first_nodes(large, 1 + nodes), small)
     assert first_nodes(large, 99) is large
 
@@ -120,14 +120,14 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree() -> None:
 def test_stages_are_timed() -> None:
     spec, _ = speculator()
     stats = EngineStats()
-    spec.propose([root(1)], Taps.none(), stats)
+    spec.propose([root(1)], Taps.none(), stats)()
     assert stats.stage_s["draft"] > 0 and stats.stage_s["grow"] > 0 and stats.stage_s["plan"] == 0
 
 
 def test_plain_decoding_proposes_roots_alone() -> None:
     spec = make_speculator(Drafter(), SpeculativeConfig())
     assert isinstance(spec, NoSpeculation) and spec.nodes == 0
-    assert [tree.token.tolist() for tree in spec.propose([root(4)], Taps.none(), EngineStats())] == [[4]]
+    assert [tree.token.tolist() for tree in spec.propose([root(4)], Taps.none(), EngineStats())()] == [[4]]
 
 
 def test_a_drafter_that_can_not_is_refused() -> None:

@@ -1,0 +1,140 @@
+"""What a step says to each of its requests: decided at once, as the next step depends on who goes on; told when there is time.
+
+`decide` finds which drawn tokens are kept and whether the request ends there. Tokens decide that, unless the request has stop
+strings: then its text is needed, and made, at once. `tell` makes text, log-probabilities and counters of the rest, while the
+device is busy with the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from runtime.accept import ranks_of
+from runtime.masks import push
+from runtime.rows import Share
+from runtime.sequence import Sequence
+from runtime.stats import EngineStats
+from runtime.types import Emission, StepResult, TokenLogprob
+from runtime.verdicts import Verdict
+
+LOG = logging.getLogger(__name__)
+NON_FINITE = "the model's output was not finite; the request was ended"
+CONSTRAINT_FAILED = "the output could no longer be held to the requested form; the request was ended"
+STREAM_FAILED = "the output could not be turned into text; the request was ended"
+
+
+class ConstraintFailed(Exception):
+    """A sequence's constraint gave up: a lexer or parser limit, or a fault of its own."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one sequence's tree. text None: not made yet."""
+
+    share: Share
+    verdict: Verdict
+    kept: int = 0  # of the verdict's tokens
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    text: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.verdict.tokens[: self.kept]
+
+
+def decide(share: Share, verdict: Verdict) -> Outcome:
+    """Cuts the drawn tokens where the request ends and appends what is kept. An error is this request's alone."""
+    sequence, found = share.sequence, Outcome(share, verdict)
+    try:
+        if sequence.constraint is not None and sequence.constraint.error is not None:
+            raise ConstraintFailed(sequence.constraint.error)
+        pushed = sequence.foresee(verdict.tokens)
+        if pushed is None:
+            pushed = sequence.stream.push(verdict.tokens)
+            found.text = pushed.text
+        found.kept, found.finish, found.stop_reason = pushed.kept, pushed.finish, pushed.stop_reason
+        if pushed.finish is None and pushed.kept != len(verdict.tokens):
+            raise RuntimeError(f"the stream kept {pushed.kept} of {len(verdict.tokens)} tokens and goes on")
+    except ConstraintFailed as failure:  # it masked nothing in this step, so the tokens drawn are not kept
+        LOG.warning("request %s: %s", sequence.id, failure)
+        found.text, found.finish, found.error = sequence.flush(), "error", CONSTRAINT_FAILED
+    except Exception:
+        found.text = found.text or ""
+        _fail(found)
+    if found.finish is None and verdict.corrupted:
+        found.finish, found.error = "error", NON_FINITE
+    tokens = found.tokens
+    sequence.append(tokens)
+    sequence.history.push(tokens)
+    if found.finish is None:
+        push(sequence.constraint, tokens)
+    return found
+
+
+def tell(found: Outcome, result: StepResult, stats: EngineStats) -> Emission:
+    """What the request gets to hear; counts it. A stream that fails only now turns it into an error."""
+    share, sequence, verdict = found.share, found.share.sequence, found.verdict
+    if found.text is None:
+        _make_text(found)
+    if found.error == NON_FINITE:
+        found.text = (found.text or "") + sequence.flush()
+        stats.corrupted_requests += 1
+    drafted, accepted = share.nodes - 1, max(0, min(len(verdict.path) - 1, found.kept))
+    ranks = ranks_of(share.tree, verdict.path[1 : accepted + 1]) if drafted and share.tree is not None else ()
+    if drafted:
+        stats.count_draft(drafted, accepted, ranks)
+    if found.finish is not None:
+        stats.finished[found.finish] += 1
+    return Emission(
+        id=sequence.id,
+        tokens=tuple(found.tokens),
+        text=found.text or "",
+        logprobs=_logprobs(sequence, verdict, found.kept, result),
+        finish=found.finish,
+        stop_reason=found.stop_reason,
+        error=found.error,
+        cached_tokens=sequence.cached_tokens or 0,
+        accepted=accepted if drafted else None,
+        drafted=drafted,
+        ranks=ranks,
+        admitted_s=sequence.admitted_s,
+        experts=result.experts,
+    )
+
+
+def _make_text(found: Outcome) -> None:
+    """Pushes the tokens that were kept; the stream must say what it had foreseen."""
+    try:
+        pushed = found.share.sequence.stream.push(found.tokens)
+        if (pushed.kept, pushed.finish) != (found.kept, None if found.error else found.finish):
+            raise RuntimeError(
+                f"the stream foresaw {found.kept} tokens kept, end {found.finish}; it kept {pushed.kept}, end {pushed.finish}"
+            )
+        found.text = pushed.text
+    except Exception:
+        found.kept, found.text = 0, ""
+        _fail(found)
+
+
+def _fail(found: Outcome) -> None:
+    LOG.exception("request %s: its text stream failed", found.share.sequence.id)
+    found.finish, found.error = "error", STREAM_FAILED
+
+
+def _logprobs(sequence: Sequence, verdict: Verdict, kept: int, result: StepResult) -> tuple[TokenLogprob, ...] | None:
+    wanted = sequence.params.logprobs
+    if wanted is None:
+        return None
+    rows = [verdict.first_out + node for node in verdict.path[:kept]]
+    return tuple(
+        TokenLogprob(
+            token=int(result.target[row]),
+            logprob=float(result.logp[row]),
+            rank_ids=tuple(result.top_ids[row, :wanted].tolist()),
+            rank_logprobs=tuple(result.top_logp[row, :wanted].tolist()),
+        )
+        for row in rows
+    )
