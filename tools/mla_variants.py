@@ -14,6 +14,7 @@ from runtime.kernels_cu.tree_mla_config import Config
 
 ROUNDS = 3
 LEAN = {"HOLD_MAXIMA": 1, "STRAIGHT": 3}
+BRISK = {"BRISK_COPIER": 1}
 QUICK = {**LEAN, "EARLY_KEYS": 1, "MERGE_LATER": 1}
 COLUMNS = Config(9, 17, ahead=9, float_parts=False)
 ROWS = Config(8, 18, rows=True, float_parts=False)
@@ -46,14 +47,22 @@ def trying(config: Config, *trials: dict[str, int], **change: Any) -> Config:
     return replace(config, trials=tuple(named.items()), **change)
 
 
+def _in_rounds(*rounds: Iterable[Config]) -> list[Variant]:
+    return [Variant(round, config) for round, configs in enumerate(rounds) for config in configs]
+
+
 def _narrow(base: Config, others: Iterable[Config]) -> list[Variant]:
     """Few columns, short contexts: launch, look-ups and the merge are most of the time."""
-    first = [Variant(0, base), Variant(0, trying(base, QUICK)), Variant(0, trying(base, LEAN))]
-    alone = [{"MERGE_LATER": 1}, {"EARLY_KEYS": 1}, {"HOLD_MAXIMA": 1}, {"STRAIGHT": 3}, {"EARLY_KEYS": 1, "MERGE_LATER": 1}]
-    second = [*(Variant(1, trying(base, trial)) for trial in alone), *(Variant(1, config) for config in others)]
-    quick = trying(base, QUICK)
-    third = [Variant(2, replace(quick, ahead=0)), Variant(2, replace(quick, float_parts=True)), Variant(2, quick, promotion=2)]
-    return [*first, *second, *third, Variant(2, trying(base, QUICK, {"KEYS_STAY": 1})), Variant(2, trying(base, QUICK, {"NEXT_IN_L2": 3}))]
+    ends, quick = {"EARLY_KEYS": 1, "MERGE_LATER": 1}, trying(base, QUICK)
+    alone = ({"MERGE_LATER": 1}, {"EARLY_KEYS": 1}, ends, {"HOLD_MAXIMA": 1}, {"STRAIGHT": 3})
+    first = [base, quick, trying(base, LEAN)]
+    second = [trying(base, QUICK, BRISK), *(trying(base, trial) for trial in alone), *others]
+    third = [
+        replace(quick, ahead=0),
+        replace(quick, float_parts=True),
+        *(trying(base, QUICK, {t: n}) for t, n in (("KEYS_STAY", 1), ("NEXT_IN_L2", 3))),
+    ]
+    return [*_in_rounds(first, second, third), Variant(2, quick, promotion=2)]
 
 
 def _wide(base: Config) -> list[Variant]:
@@ -62,15 +71,14 @@ def _wide(base: Config) -> list[Variant]:
     first = [base, trying(base, LEAN), trying(base, LEAN, near), trying(base, QUICK, near), trying(base, LEAN, land, near, ahead=3)]
     second = [
         trying(base, {"HOLD_MAXIMA": 1}), trying(base, near), trying(base, QUICK, land, near, ahead=3), trying(base, LEAN, ahead=0),
-        trying(base, LEAN, land, near, ahead=5), trying(base, {"MERGE_LATER": 1}), trying(base, {"EARLY_KEYS": 1}),
-        trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far), trying(base, LEAN, near, ahead=0),
+        trying(base, LEAN, near, BRISK), trying(base, LEAN, land, near, ahead=5), trying(base, {"MERGE_LATER": 1}),
+        trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far), trying(base, LEAN, near, ahead=0),
     ]  # fmt: skip
     third = [
         trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, ahead=2), trying(base, LEAN, land, ahead=4),
         trying(base, LEAN, {"KEYS_STAY": 1}), trying(base, LEAN, float_parts=True),
     ]  # fmt: skip
-    made = [Variant(round, config) for round, configs in enumerate((first, second, third)) for config in configs]
-    return [*made, Variant(2, trying(base, LEAN), promotion=2)]
+    return [*_in_rounds(first, second, third), Variant(2, trying(base, LEAN), promotion=2)]
 
 
 def _rows(base: Config, others: Iterable[Config] = ()) -> list[Variant]:
@@ -78,11 +86,17 @@ def _rows(base: Config, others: Iterable[Config] = ()) -> list[Variant]:
     soft, own, near, far = {"SOFTEN_FIRST": 1}, {"OWN_FIRST": 1}, {"NEXT_IN_L2": 1}, {"NEXT_IN_L2": 2}
     tight, ends = {"SOFTEN_FIRST": 1, "SEE_EARLY": 1}, {"EARLY_KEYS": 1, "MERGE_LATER": 1}
     first = [base, trying(base, tight), trying(base, soft), trying(base, tight, own), trying(base, tight, ends, near)]
-    second = [trying(base, tight, near), trying(base, tight, ends), trying(base, tight, far), trying(base, tight, own, ends), *others]
+    second = [
+        trying(base, tight, BRISK),
+        trying(base, tight, near),
+        trying(base, tight, ends),
+        trying(base, tight, far),
+        trying(base, tight, own, ends),
+        *others,
+    ]
     alone = ({"SEE_EARLY": 1}, near, own, {"EARLY_KEYS": 1}, {"MERGE_LATER": 1})
     third = [*(trying(base, trial) for trial in alone), replace(base, float_parts=not base.float_parts)]
-    made = [Variant(round, config) for round, configs in enumerate((first, second, third)) for config in configs]
-    return [*made, Variant(1, trying(base, tight), paired=True), Variant(2, base, paired=True)]
+    return [*_in_rounds(first, second, third), Variant(1, trying(base, tight), paired=True), Variant(2, base, paired=True)]
 
 
 def variants(case: str) -> list[Variant]:

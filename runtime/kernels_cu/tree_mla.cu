@@ -551,8 +551,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
+#if BRISK_COPIER
+  if (threadIdx.x >= 32 && threadIdx.x < 32 + SLOTS) {
+    const int i = threadIdx.x - 32;
+    bar_init(tail + kFull + 8 * i, 1);
+    bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
+    bar_init_fence();
+  }
+#endif
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; ++i) {
+    for (int i = 0; i < SLOTS && !BRISK_COPIER; ++i) {
       bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
       bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
     }

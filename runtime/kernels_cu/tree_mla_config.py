@@ -19,6 +19,7 @@ ROOM_WAVES = 4  # partials a block has room for
 TRIALS = (
     "EARLY_KEYS",
     "MERGE_LATER",
+    "BRISK_COPIER",
     "NEXT_IN_L2",
     "AS_THEY_LAND",
     "HOLD_MAXIMA",

@@ -354,8 +354,16 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
+#if BRISK_COPIER
+  if (threadIdx.x >= 32 && threadIdx.x < 32 + SLOTS) {
+    const int i = threadIdx.x - 32;
+    bar_init(tail + kFull + 8 * i, 1);
+    bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
+    bar_init_fence();
+  }
+#endif
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; ++i) {
+    for (int i = 0; i < SLOTS && !BRISK_COPIER; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
       bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
     }
@@ -372,7 +380,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
 #if EARLY_KEYS
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   prefetch_near(p.items + blockIdx.x);
-  if (warp != 8) {                                         // the copier waits itself, behind its first keys
+  if (warp < 8 || warp > 8 + BRISK_COPIER) {               // a copier waits itself, behind its first keys
     pdl_wait();
     pdl_trigger();
   }
@@ -385,7 +393,12 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
 #endif
   if (warp >= 8) {
     lower_registers<kCopierRegisters>();
+#if BRISK_COPIER                                           // one for rope and group 0's values, one for group 1's
+    if (warp == 8) fill_ring(p, keys, queries, base, count, 0, 5);
+    if (warp == 9) fill_ring(p, keys, queries, base, count, 5, 4);
+#else
     if (warp == 8) fill_ring(p, keys, queries, base, count);
+#endif
     return;
   }
   raise_registers<kProductRegisters>();

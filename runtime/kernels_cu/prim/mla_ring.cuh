@@ -9,7 +9,7 @@
 // Ring, Q, P, then the tail: barriers and what a kernel keeps besides.
 [[maybe_unused]] constexpr int kQAt = SLOTS * kBox, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox;
 [[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
-static_assert(USE_WGMMA || (!EARLY_KEYS && !NEXT_IN_L2), "trials of the copy engine's ring");
+static_assert(USE_WGMMA || (!EARLY_KEYS && !NEXT_IN_L2 && !BRISK_COPIER), "trials of the copy engine's ring");
 constexpr float kNever = -1e30f, kSlack = 8.f;  // a maximum before any key; what a score may pass a maximum by, in powers of two
 
 #ifndef EVERY_LANE_ARRIVES    // for racecheck, which does not follow a __syncwarp before one lane's arrival
@@ -44,9 +44,10 @@ __device__ __forceinline__ void wait_queries(smem_t base, const Cursor& first) {
 #if USE_WGMMA
 // One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
 // are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
-__device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
+__device__ __forceinline__ void fill_ring(
+    const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count, int first = 0, int boxes = kBoxes) {
   const smem_t tail = base + kTailAt;
-  const int lane = threadIdx.x & 31, column = lane ? (lane - 1) * 64 : kValue;
+  const int lane = threadIdx.x & 31, mine = first + lane, column = mine ? (mine - 1) * 64 : kValue;  // of lanes below `boxes`
   const uint64_t once = policy_evict_first(), again = policy_evict_normal();
   const int pieces = kTile / p.box_keys, batch = 32 / pieces;     // copies a box: 1, 2 or 4; tiles a look-up
   Cursor at{0, 1};
@@ -74,7 +75,7 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
       started = true;
       bar_wait(tail + kQFree, q_phase);
       q_phase ^= 1;
-      if (lane < kBoxes) tensor_copy(base + kQAt + lane * kQBox, queries, tail + kFull + 8 * start.plus(lane).slot, column, it.first, again);
+      if (lane < boxes) tensor_copy(base + kQAt + mine * kQBox, queries, tail + kFull + 8 * start.plus(mine).slot, column, it.first, again);
     };
 #else
     bar_wait(tail + kQFree, q_phase);
@@ -92,14 +93,19 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
       int from[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) from[k] = __shfl_sync(0xffffffffu, rows, (place * pieces + k) & 31);
-      const Cursor own = at.plus(lane < kBoxes ? lane : 0);
+      const Cursor own = at.plus(lane < boxes ? mine : 0);
       const smem_t full = tail + kFull + 8 * own.slot, box = base + own.slot * kBox;
-      bool due = lane < kBoxes;
+      bool due = lane < boxes;
       while (__any_sync(0xffffffffu, due)) {
+#if BRISK_COPIER
+        const bool free = bar_test(tail + kEmpty + 8 * own.slot, own.phase) && due;  // all lanes look: no branch before one has found a place
+        if (!__any_sync(0xffffffffu, free) || !free) continue;
+#else
         if (!due || !bar_test(tail + kEmpty + 8 * own.slot, own.phase)) continue;
+#endif
         due = false;
         bar_expect(full, kBox + (j ? 0 : kQBox));
-        if (!EARLY_KEYS && !j) tensor_copy(base + kQAt + lane * kQBox, queries, full, column, it.first, again);
+        if (!EARLY_KEYS && !j) tensor_copy(base + kQAt + mine * kQBox, queries, full, column, it.first, again);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
           if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
@@ -109,11 +115,11 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
       // Of a tile that has no place yet, this block's share of the boxes: the other column tiles of the sequence fetch theirs.
       const int far = j + NEXT_IN_L2;
       if (far < it.tiles && far >= SLOTS / kBoxes) {
-        const bool mine = lane < kBoxes && (lane + far) % it.stride == it.packed / kN % it.stride;
+        const bool share = lane < boxes && (mine + far) % it.stride == it.packed / kN % it.stride;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const int row = __shfl_sync(0xffffffffu, far / batch == j / batch ? rows : next, (far % batch * pieces + k) & 31);
-          if (mine && k < pieces) tensor_prefetch(keys, column, row, policy);
+          if (share && k < pieces) tensor_prefetch(keys, column, row, policy);
         }
       }
 #endif

@@ -8,6 +8,9 @@
 #ifndef MERGE_LATER   // parts of O are added up by tree_mla_merge, a launch of its own: no fence, no count, no waiting for one another
 #define MERGE_LATER 0
 #endif
+#ifndef BRISK_COPIER  // barriers made by as many threads as there are; looks for free places without branches; two warps copy, where two are idle
+#define BRISK_COPIER 0
+#endif
 #ifndef NEXT_IN_L2    // so many key tiles ahead of the ring are fetched from memory into L2: 1 or 2
 #define NEXT_IN_L2 0
 #endif
