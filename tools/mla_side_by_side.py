@@ -108,7 +108,7 @@ def timeline(function: Any, rows: bool, clock_hz: float) -> list[str]:
         both = (stamps[:, station] > 0) & (stamps[:, origin] > 0)
         if both.any():
             since = stamps[both, station] - stamps[both, origin]
-            lines.append(f"    {name:<28} {np.median(since):8.2f} {since.max():8.2f}  ({int(both.sum())} blocks)")
+            lines.append(f"    {name:<40} {np.median(since):8.2f} {since.max():8.2f}  ({int(both.sum())} blocks)")
 
     for station, name in enumerate(STATIONS):
         note(name, station, 0)
@@ -133,7 +133,9 @@ class SideBySide:
         from tools.bench_moe import provenance
         from tools.moe_rig import Rig
 
-        self.options, self.base = options, dict[str, float]()
+        self.options = options
+        self.base: dict[str, float] = {}
+        self.best: dict[str, tuple[float, str]] = {}
         rig = Rig()
         pool = rig.normal(PAGES * PAGE, WIDTH, 5)
         self.benches = {case: Bench(pool, rig, parse_case(case)) for case in cases}
@@ -165,7 +167,7 @@ class SideBySide:
 
     def time(self, case: str, variant: Variant) -> None:
         """One line, and one record where records are wanted."""
-        bench, head = self.benches[case], f"{case:<16}{variant!s:<72}"
+        bench, head = self.benches[case], f"{case:<16}{variant!s:<84}"
         try:
             launches = self.launches(case, variant)
         except ValueError as refused:
@@ -180,6 +182,7 @@ class SideBySide:
             first = variants(case)[0]
             self.base[case] = us if variant == first else bench.time_us(self.started(case, first), SAMPLED_S, bench.case.calls)
         gain = us / self.base[case] - 1
+        self.best[case] = min(self.best.get(case, (float("inf"), "")), (us, str(variant)))
         print(f"{head}{us:9.1f} us {gain:+7.1%}  error {error:.1e}  {targets(case).split(';')[0]}", flush=True)
         if self.options.json:
             record = {
@@ -190,6 +193,13 @@ class SideBySide:
             self.options.json.parent.mkdir(parents=True, exist_ok=True)
             with self.options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def summary(self) -> None:
+        """Today's build and the best one of every case, against its targets."""
+        print(f"{'case':<16}{'today':>10}{'best':>10}{'must':>8}{'goal':>8}  variant")
+        for case, (us, name) in self.best.items():
+            must, goal = CASES[case][2:] if case in CASES else ("", "")
+            print(f"{case:<16}{self.base[case]:10.1f}{us:10.1f}{must!s:>8}{goal!s:>8}  {name}", flush=True)
 
     def note(self, case: str, variant: Variant) -> None:
         """Where a block's time goes, in the last of a graph's launches."""
@@ -223,14 +233,16 @@ def measure_variants(options: argparse.Namespace) -> None:
         left = options.seconds - (time.perf_counter() - begin)
         if left < 0:
             print(f"{options.seconds:.0f} s are over before job {i}: {what} {case} {variant}; --first {i} goes on")
-            return
+            break
         if i < options.first:
             continue
         try:
             (run.time if what == "time" else run.note)(case, variant)
         except Exception as fault:  # of whatever type CuPy or the driver raises when a kernel traps
-            print(f"{case:<16}{variant!s:<72} FAILED, {type(fault).__name__}: {fault}", flush=True)
+            print(f"{case:<16}{variant!s:<84} FAILED, {type(fault).__name__}: {fault}", flush=True)
+            run.summary()
             restart(i + 1, left)
+    run.summary()
 
 
 def restart(first: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ from runtime.kernels_cu.tree_mla_config import Config
 
 ROUNDS = 3
 LEAN = {"HOLD_MAXIMA": 1, "STRAIGHT": 3}
-BRISK = {"BRISK_COPIER": 1}
+BRISK, FEW = {"BRISK_COPIER": 1}, {"FEW_REGISTERS": 1}
 QUICK = {**LEAN, "EARLY_KEYS": 1, "MERGE_LATER": 1}
 COLUMNS = Config(9, 17, ahead=9, float_parts=False)
 ROWS = Config(8, 18, rows=True, float_parts=False)
@@ -55,8 +55,13 @@ def _narrow(base: Config, others: Iterable[Config]) -> list[Variant]:
     """Few columns, short contexts: launch, look-ups and the merge are most of the time."""
     ends, quick = {"EARLY_KEYS": 1, "MERGE_LATER": 1}, trying(base, QUICK)
     alone = ({"MERGE_LATER": 1}, {"EARLY_KEYS": 1}, ends, {"HOLD_MAXIMA": 1}, {"STRAIGHT": 3})
-    first = [base, quick, trying(base, LEAN)]
-    second = [trying(base, QUICK, BRISK), *(trying(base, trial) for trial in alone), *others]
+    first = [base, quick, trying(base, LEAN), trying(base, QUICK, FEW, slots=base.slots - 1)]  # a box less: room for the merge
+    second = [
+        trying(base, QUICK, BRISK),
+        trying(base, QUICK, FEW, BRISK, slots=base.slots - 1),
+        *(trying(base, trial) for trial in alone),
+        *others,
+    ]
     third = [
         replace(quick, ahead=0),
         replace(quick, float_parts=True),

@@ -593,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const int count = *p.count;
 #endif
   if (warp >= 8) {
-    fewer_registers<USE_WGMMA>();
+    fewer_registers<USE_WGMMA && !FEW_REGISTERS>();
 #if USE_WGMMA
     if (warp == 8) fill_ring(p, keys, queries, base, count);
 #else
@@ -602,7 +602,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
     if (warp >= kThreads / 32 - kAdders) add_weights(p, base, count);
     return;
   }
-  more_registers<USE_WGMMA>();
+  more_registers<USE_WGMMA && !FEW_REGISTERS>();
   {
     Walker walker{p, base, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0, scale};
     Cursor at{0, 0};
@@ -615,7 +615,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
       walker.finish(it, warp);
     }
   }
-#if USE_WGMMA
+#if USE_WGMMA && !FEW_REGISTERS
   lower_registers<168>();                                  // or ptxas gives up the 232 above: 9.6 KB of spills
 #endif
   for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe

@@ -97,6 +97,10 @@ def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
     noted = "STAMPS" in dict(config.trials)  # which costs the widest build some registers that it lacks
     functions = load(build(config.source, config.defines(dims.heads), arch, allow_spills=noted).code, entries)
     check_resident(config, functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes()))
+    if merges_later(config):
+        functions[MERGE].allow_smem(
+            49 << 10
+        )  # it uses 7 KB, but asks for tree_mla's division of an SM's memory: the two stand side by side
     return Kernels(dims, config, sms, functions)
 
 

@@ -20,6 +20,7 @@ TRIALS = (
     "EARLY_KEYS",
     "MERGE_LATER",
     "BRISK_COPIER",
+    "FEW_REGISTERS",
     "NEXT_IN_L2",
     "AS_THEY_LAND",
     "HOLD_MAXIMA",

@@ -55,6 +55,9 @@ def dry(monkeypatch):
         def note(self, case, variant):
             done.append(("noted", case))
 
+        def summary(self):
+            done.append(("summary", ""))
+
     monkeypatch.setattr(mla_side_by_side, "build_all", lambda wanted, arch: done.append(("builds", len(set(wanted)))))
     monkeypatch.setattr(mla_side_by_side, "SideBySide", Run)
     monkeypatch.setattr(mla_side_by_side.time, "perf_counter", lambda: now[0])
@@ -68,6 +71,7 @@ def test_a_run_times_every_variant_once(dry):
     assert {case for kind, case in dry if kind == "noted"} == set(CASES)
     first = [case for case, _ in timed[:20]]
     assert first == sorted(first, key=list(CASES).index)  # a round goes over all cases before the next begins
+    assert dry[-1] == ("summary", "")
 
 
 def test_a_run_ends_in_time(dry, capsys):

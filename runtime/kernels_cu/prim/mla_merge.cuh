@@ -73,7 +73,7 @@ __device__ __forceinline__ Sum gather(const Params& p, const Item& it, int unit,
 }
 
 extern "C" __global__ void __launch_bounds__(256) tree_mla_merge(const __grid_constant__ Params p) {
-  __shared__ Sum sums[8][32];
+  __shared__ Sum sums[7][32];                              // of all but a team's first warp; with a kilobyte of the system's they are one box
   const int lane = threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
   pdl_wait();
   pdl_trigger();
@@ -89,12 +89,12 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_merge(const __grid_co
       if (u < u1) sum = gather(p, it, u, warp % team, team, lane);
       if (team > 1) {
         __syncthreads();                                   // the sums before are read
-        sums[warp][lane] = sum;
+        if (warp % team) sums[warp - 1][lane] = sum;
         __syncthreads();
       }
       if (u >= u1 || warp % team) continue;
       for (int k = 1; k < team; ++k) {
-        const Sum other = sums[warp + k][lane];
+        const Sum other = sums[warp + k - 1][lane];
         const float x = fmaxf(sum.high[0], other.high[0]), y = fmaxf(sum.high[1], other.high[1]);
         sum.rise(x, y);
         const float fx = exp2_fast(other.high[0] - x), fy = exp2_fast(other.high[1] - y);

@@ -11,6 +11,9 @@
 #ifndef BRISK_COPIER  // barriers made by as many threads as there are; looks for free places without branches; two warps copy, where two are idle
 #define BRISK_COPIER 0
 #endif
+#ifndef FEW_REGISTERS // tree_mla.cu, few columns: none dealt anew, so a block takes what it needs and the merge of the layer before fits beside it
+#define FEW_REGISTERS 0
+#endif
 #ifndef NEXT_IN_L2    // so many key tiles ahead of the ring are fetched from memory into L2: 1 or 2
 #define NEXT_IN_L2 0
 #endif

@@ -88,7 +88,7 @@ CASES |= {
 SOFTMAX = {"HOLD_MAXIMA": 1, "STRAIGHT": 3}
 TRIALS = {  # of prim/mla_trials.cuh
     "wgmma: tree, several splits": {"EARLY_KEYS": 1, "NEXT_IN_L2": 1, "KEYS_STAY": 1, **SOFTMAX},
-    "wgmma: bf16 partials, dead rows": {"EARLY_KEYS": 1, "MERGE_LATER": 1, "BRISK_COPIER": 1},
+    "wgmma: bf16 partials, dead rows": {"EARLY_KEYS": 1, "MERGE_LATER": 1, "BRISK_COPIER": 1, "FEW_REGISTERS": 1},
     "wgmma: nine octets, a tile ahead, pages of 48": {"MERGE_LATER": 1, "AS_THEY_LAND": 1, **SOFTMAX},
     "rows: 64 heads, bf16 partials": {"EARLY_KEYS": 1, "NEXT_IN_L2": 1, "SOFTEN_FIRST": 1, "OWN_FIRST": 1, "SEE_EARLY": 1},
     "rows: ragged, every tile a split, pages of 16": {"EARLY_KEYS": 1, "MERGE_LATER": 1, "BRISK_COPIER": 1},
