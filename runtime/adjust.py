@@ -46,6 +46,8 @@ class SequenceHistory:
     def __init__(self, params: SamplingParams, prompt: Sequence[int] | I32, stop_ids: Iterable[int] = ()) -> None:
         self._params = params
         self._banned = sorted({*stop_ids, *params.stop_token_ids}) if params.min_tokens else []
+        self._counts = params.has_penalties  # tokens of the output change logits
+        self._steady = self._counts or bool(params.logit_bias)  # active to the end
         self.output_len = 0
         prompted = np.unique(np.asarray(prompt, np.int32)) if params.repetition_penalty != 1.0 else np.zeros(0, np.int32)
         known = np.union1d(prompted, np.array(list(params.logit_bias), np.int32))
@@ -60,18 +62,18 @@ class SequenceHistory:
     @property
     def active(self) -> bool:
         """False when no logit of the sequence is adjusted, now."""
-        return self._params.has_penalties or bool(self._params.logit_bias) or self._bans
+        return self._steady or self._bans
 
     @property
     def _bans(self) -> bool:
         return bool(self._banned) and self.output_len < self._params.min_tokens
 
-    def push(self, tokens: Iterable[int]) -> None:
+    def push(self, tokens: Sequence[int]) -> None:
         """Appends committed output tokens."""
-        values = [int(token) for token in tokens]
-        self.output_len += len(values)
-        if not self._params.has_penalties or not values:
+        self.output_len += len(tokens)
+        if not self._counts or not len(tokens):
             return
+        values = [int(token) for token in tokens]
         places = [self._place.setdefault(token, len(self._place) + 1) for token in values]
         if len(self._place) >= len(self._token):
             self._widen()

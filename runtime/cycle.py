@@ -33,7 +33,7 @@ from runtime.executor import Executor, begin_step
 from runtime.flight import Flight
 from runtime.masks import prune
 from runtime.pace import Pace
-from runtime.rows import Share, make_step_plan
+from runtime.rows import Planner, Share
 from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
 from runtime.speculate import Speculator, StepWatcher, Taps, Verified
@@ -61,10 +61,10 @@ class Cycle:
         self._watcher = speculator if isinstance(speculator, StepWatcher) else None
         self._scheduler = scheduler
         self._pace = pace
-        self._config = config
+        self._planner = Planner(scheduler.pool.page_size, config)
         self._stats = stats
         self._pool = scheduler.pool
-        self._keep_taps = executor.limits.draft_depth > 0
+        self._keep_taps = executor.limits.draft_depth > 0 and speculator.nodes > 0
         self._taps = Taps.none()
         self._pruned: frozenset[str] = frozenset()  # sequences whose trees a constraint made smaller
         self._moves: I32 = np.zeros((0, 2), np.int32)
@@ -75,7 +75,7 @@ class Cycle:
     def run(self, meanwhile: Callable[[], object] = bool) -> None:
         """One step for everybody who is due; what it has to say is left for `tell`. An exception leaves the cycle unusable.
 
-        meanwhile: called once, while the device is busy with the step; the place to `tell` of the step before.
+        meanwhile: called while the device is busy with the step, if the one before was not told of: the place to `tell`.
         """
         start_s, stats = time.perf_counter(), self._stats
         flown_s = stats.flown_s
@@ -84,12 +84,13 @@ class Cycle:
             shares = self._scheduler.schedule(trees)
             if not shares:
                 raise RuntimeError("no sequence could be scheduled although some wait")
-            plan = make_step_plan(shares, self._moves, self._pool.page_size, self._config)
+            plan = self._planner.plan(shares, self._moves)
         with stats.stage("verify"):
             flight = Flight(begin_step(self._executor, plan), stats)
             self._moves = self._moves[:0]
         self._flying = True
-        meanwhile()
+        if self._untold is not None:
+            meanwhile()
         with stats.stage("verify"):
             result = flight.land()
         self._flying = False
@@ -98,8 +99,8 @@ class Cycle:
             self._untold = self._settle(shares, plan, verdicts), result
         if self._watcher is not None:
             self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
-        streams = sum(share.before == 0 and share.tree is not None for share in shares)
-        prompt = sum(share.count for share in shares if share.before > 0)
+        chunks = [share for share in shares if share.before > 0]
+        streams, prompt = len(shares) - len(chunks), sum(share.count for share in chunks)
         took_s, flown_s = time.perf_counter() - start_s, stats.flown_s - flown_s
         stats.count_step(plan.bucket, plan.m, took_s, result.experts, streams, prompt, flown_s)
 
@@ -141,11 +142,14 @@ class Cycle:
         if self._watcher is not None and stats.in_flight:
             with stats.stage("accept"):
                 self._watcher.learn()
-        trees = grown()
-        held = {sequence.id: sequence.constraint for sequence in self._scheduler.running}
-        pruned = {root.id: prune(held.get(root.id), tree) for root, tree in zip(roots, trees, strict=True)}
-        self._pruned = frozenset(root.id for root, tree in zip(roots, trees, strict=True) if len(pruned[root.id]) != len(tree))
-        return pruned
+        trees = dict(zip([root.id for root in roots], grown(), strict=True))
+        self._pruned = frozenset()
+        held = [s for s in self._scheduler.running if s.constraint is not None and s.id in trees]
+        if held:
+            pruned = {s.id: prune(s.constraint, trees[s.id]) for s in held}
+            self._pruned = frozenset(id for id, tree in pruned.items() if len(tree) != len(trees[id]))
+            trees |= pruned
+        return trees
 
     def _judge(self, shares: list[Share], plan: StepPlan, result: StepResult) -> list[Verdict]:
         """A verdict for each tree, in order."""
@@ -174,13 +178,15 @@ class Cycle:
                 self._stats.progress += found.kept + (found.finish is not None)
             keep = self._commit(share, found) - share.start
             if keep > 0 and (self._keep_taps or share.nodes > 1):
-                own = list(range(row0, row0 + min(share.before, keep)))
-                if verdict is not None:
+                rows += range(row0, row0 + min(share.before, keep))
+                if verdict is not None and keep > share.before:
                     root = row0 + share.before
-                    own += [root + node for node in verdict.path[: keep - len(own)]]
-                rows += own
+                    rows += [root + node for node in verdict.path[: keep - share.before]]
                 places += range(row0, row0 + keep)
-            self._retire(share.sequence, found)
+            if found is not None and found.finish is not None:
+                self._scheduler.remove(share.sequence)
+            elif share.nodes > 1:
+                self._scheduler.give_back(share.sequence)  # pages of rejected nodes
         self._drop_lost()
         if rows:
             self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
@@ -220,13 +226,6 @@ class Cycle:
                 self._pool.register(page, sequence.key(i))
             sequence.registered = full
         return sequence.computed if found.finish is None else sequence.registered * self._pool.page_size
-
-    def _retire(self, sequence: Sequence, found: Outcome | None) -> None:
-        """Returns pages: all of them if the sequence has ended, else those of rejected nodes."""
-        if found is not None and found.finish is not None:
-            self._scheduler.remove(sequence)
-        else:
-            self._scheduler.give_back(sequence)
 
 
 def _verified(shares: list[Share], verdicts: list[Verdict], pruned: frozenset[str]) -> dict[str, Verified]:

@@ -47,17 +47,18 @@ class Outcome:
 
 def decide(share: Share, verdict: Verdict) -> Outcome:
     """Cuts the drawn tokens where the request ends and appends what is kept. An error is this request's alone."""
-    sequence, found = share.sequence, Outcome(share, verdict)
+    sequence, tokens, found = share.sequence, verdict.tokens, Outcome(share, verdict)
+    constraint = sequence.constraint
     try:
-        if sequence.constraint is not None and sequence.constraint.error is not None:
-            raise ConstraintFailed(sequence.constraint.error)
-        pushed = sequence.foresee(verdict.tokens)
+        if constraint is not None and constraint.error is not None:
+            raise ConstraintFailed(constraint.error)
+        pushed = sequence.foresee(tokens)
         if pushed is None:
-            pushed = sequence.stream.push(verdict.tokens)
+            pushed = sequence.stream.push(tokens)
             found.text = pushed.text
         found.kept, found.finish, found.stop_reason = pushed.kept, pushed.finish, pushed.stop_reason
-        if pushed.finish is None and pushed.kept != len(verdict.tokens):
-            raise RuntimeError(f"the stream kept {pushed.kept} of {len(verdict.tokens)} tokens and goes on")
+        if pushed.finish is None and pushed.kept != len(tokens):
+            raise RuntimeError(f"the stream kept {pushed.kept} of {len(tokens)} tokens and goes on")
     except ConstraintFailed as failure:  # it masked nothing in this step, so the tokens drawn are not kept
         LOG.warning("request %s: %s", sequence.id, failure)
         found.text, found.finish, found.error = sequence.flush(), "error", CONSTRAINT_FAILED
@@ -66,11 +67,12 @@ def decide(share: Share, verdict: Verdict) -> Outcome:
         _fail(found)
     if found.finish is None and verdict.corrupted:
         found.finish, found.error = "error", NON_FINITE
-    tokens = found.tokens
+    if found.kept < len(tokens):
+        tokens = tokens[: found.kept]
     sequence.append(tokens)
     sequence.history.push(tokens)
-    if found.finish is None:
-        push(sequence.constraint, tokens)
+    if found.finish is None and constraint is not None:
+        push(constraint, tokens)
     return found
 
 

@@ -295,11 +295,13 @@ class Engine:
         """Hands out what the last step said, and the counters with it."""
         with self._stats.stage("emit"):
             self._deliver(self._cycle.tell())
-        self._publish()
+            self._publish()
 
     def _take_in(self) -> list[Delivery]:
         """Moves submissions to the queue and ends aborted requests, once they have heard all that was said before."""
         with self._wake:
+            if not (self._inbox or self._aborts):
+                return []
             arrived, aborted = self._inbox, [self._open[id] for id in self._open if id in self._aborts]
             self._inbox, self._aborts = [], set()
         for sequence in arrived:

@@ -7,6 +7,7 @@ captured graph may read any field at its address; a header says how much of each
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -209,18 +210,18 @@ def live_parts(blob: Array, layout: Layout) -> list[Array]:
 
 
 def _pack(what: str, magic: int, bucket: int, values: Sequence[Array], layout: Layout, into: Array) -> None:
-    header = [magic, bucket]
+    header, room = [magic, bucket], memoryview(into)  # type: ignore[arg-type]  # bytes into bytes: a third of the time of views
     for value, (name, place) in zip(values, places(layout)[0].items(), strict=True):
         shape = value.shape
         live = shape[1] if len(shape) == 2 else 0
         if shape[0] > place.rows or live > place.columns:
-            room = f"[{place.rows}{f', {place.columns}' if place.columns else ''}]"
-            raise PlanOverflow(f"{what}: {name} is {list(shape)}, the layout holds {room}")
+            most = f"[{place.rows}{f', {place.columns}' if place.columns else ''}]"
+            raise PlanOverflow(f"{what}: {name} is {list(shape)}, the layout holds {most}")
         header += (shape[0], live)
         if value.size:
-            data = np.ascontiguousarray(value, place.dtype).reshape(-1).view(np.uint8)
-            into[place.at : place.at + data.size] = data
-    into[: 4 * len(header)].view(np.int32)[:] = header
+            data = (value if value.dtype == place.dtype else value.astype(place.dtype)).tobytes()
+            room[place.at : place.at + len(data)] = data
+    struct.pack_into(f"={len(header)}i", room, 0, *header)
 
 
 def _unpack(what: str, magic: int, blob: Array, layout: Layout) -> tuple[int, dict[str, Any]]:

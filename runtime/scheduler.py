@@ -83,7 +83,7 @@ class Scheduler:
         wishes: list[tuple[Sequence, int]] = []
         decoding = 0
         for sequence in self.running:
-            if sequence.pending == 1:
+            if sequence.length - sequence.computed == 1:
                 decoding += 1
                 if sequence.left > 1 and 0 < sequence.computed <= self.last_draftable:
                     cap = nodes if sequence.most_nodes is None else min(nodes, sequence.most_nodes)
@@ -92,14 +92,14 @@ class Scheduler:
         shares = _level([wish for _, wish in wishes], rows)
         now_s = time.monotonic()
         return [
-            Root(s.id, s.tokens, s.pages, nodes=share, depth=min(depth, s.left - 1), most=wish, weight=s.draft_weight(now_s))
+            Root(s.id, s.tokens, s.pages, share, min(depth, s.left - 1), wish, s.draft_weight(now_s))
             for (s, wish), share in zip(wishes, shares, strict=True)
             if share > 0
         ]
 
     def load(self) -> Load:
         """What the next step holds without draft nodes."""
-        decoding = sum(s.pending == 1 for s in self.running)
+        decoding = sum(s.length - s.computed == 1 for s in self.running)
         prompt = min(self._prompt_rows(with_waiting=True), self.max_rows - decoding)
         reserved = max(1, self.max_rows // PROMPT_SHARE)
         return Load(decoding, prompt, self.max_rows, reserved, sum(s.computed for s in self.running))
@@ -117,18 +117,19 @@ class Scheduler:
         """
         self.prepare()
         self._prepared = False
-        decoding = [s for s in self.running if s.pending == 1]
+        decoding = [s for s in self.running if s.length - s.computed == 1]
         nodes = self._node_rows(len(decoding), self._prompt_rows())
         shares: list[Share] = []
         left = self.max_rows
         chunk = self.chunk if decoding else self.max_rows
         for sequence in decoding:
-            tree = self._fit(sequence, trees.get(sequence.id), nodes)
-            size = len(tree)
+            tree = trees.get(sequence.id)
+            tree = _root_only(sequence.newest) if tree is None else self._fit(sequence, tree, nodes)
+            size = len(tree.token)
             nodes -= size - 1
             left -= size
             shares.append(Share(sequence, sequence.computed, 0, size, tree))
-        for sequence in self.running:
+        for sequence in self.running if len(decoding) < len(self.running) else ():
             if sequence.pending > 1 and min(left, chunk) > 0:
                 rows = min(sequence.pending, left, chunk)
                 left -= rows
@@ -174,18 +175,20 @@ class Scheduler:
 
     def _secure_running(self) -> bool:
         """Rule 1; True if a sequence was preempted for it."""
-        before = self.stats.preemptions
+        before, size = self.stats.preemptions, self.pool.page_size
         i = 0
         while i < len(self.running):
             sequence = self.running[i]
-            missing = self.pool.pages_for(sequence.length) - sequence.page_count
+            i += 1
+            missing = -(-sequence.length // size) - sequence.page_count
+            if missing <= 0:
+                continue
             while missing > self.pool.available and self.running[-1] is not sequence:
                 self.preempt(self.running[-1])
             if missing > self.pool.available:
                 self.preempt(sequence)
-            elif missing > 0:
+            else:
                 sequence.add_pages(self.pool.take(missing))
-            i += 1
         return self.stats.preemptions > before
 
     def _admit(self) -> None:
@@ -224,8 +227,10 @@ class Scheduler:
 
     def _prompt_rows(self, with_waiting: bool = False) -> int:
         """Rows that chunks could use, at most those of a step, or `chunk` while anybody decodes."""
-        rows = sum(s.pending for s in self.running if s.pending > 1)
-        most = self.chunk if any(s.pending == 1 for s in self.running) else self.max_rows
+        pending = [s.length - s.computed for s in self.running]
+        decoding = pending.count(1)
+        rows = sum(pending) - decoding
+        most = self.chunk if decoding else self.max_rows
         free = min(self.seats, self.max_seqs) - len(self.running)
         if with_waiting and free > 0:
             for sequence in islice(self.waiting, free):
@@ -238,18 +243,17 @@ class Scheduler:
         """Rows for draft nodes after rules 2 and 3."""
         return max(0, self.max_rows - decoding - min(prompt_rows, max(1, self.max_rows // PROMPT_SHARE)))
 
-    def _fit(self, sequence: Sequence, tree: DraftTree | None, nodes: int) -> DraftTree:
+    def _fit(self, sequence: Sequence, tree: DraftTree, nodes: int) -> DraftTree:
         """The part of a tree that rows, context and pages have room for, with its pages taken."""
-        if tree is None:
-            return _root_only(sequence.newest)
         if tree.token[0] != sequence.newest:
             raise RuntimeError(f"sequence {sequence.id}: the tree's root is token {tree.token[0]}, the newest token is {sequence.newest}")
-        pool, held, start = self.pool, sequence.page_count, sequence.computed
-        room = min(1 + nodes, self.max_len - start, (held + pool.available) * pool.page_size - start)
-        tree = first_nodes(tree, room)
-        missing = pool.pages_for(start + len(tree)) - held
-        if missing > 0:
-            sequence.add_pages(pool.take(missing))
+        pool, size, held, start, length = self.pool, self.pool.page_size, sequence.page_count, sequence.computed, len(tree.token)
+        room = min(1 + nodes, self.max_len - start)
+        if length > room or start + length > held * size:
+            tree = first_nodes(tree, min(room, (held + pool.available) * size - start))
+            missing = pool.pages_for(start + len(tree)) - held
+            if missing > 0:
+                sequence.add_pages(pool.take(missing))
         return tree
 
 
@@ -273,6 +277,8 @@ def _level(wishes: list[int], total: int) -> list[int]:
     """Shares `total` out so that the smallest share is as large as can be; nobody gets more than its wish."""
     shares = [0] * len(wishes)
     left = total
+    if sum(wishes) <= total:
+        return wishes
     by_wish = sorted(range(len(wishes)), key=lambda i: wishes[i])
     for done, i in enumerate(by_wish):
         shares[i] = min(wishes[i], left // (len(wishes) - done))

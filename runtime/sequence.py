@@ -70,11 +70,15 @@ class Sequence:
         self.admitted_s = 0.0  # time.monotonic() at first admission
         self.reached = 0  # the most positions that were ever computed: what a preemption takes away does not count twice
         self.preemptions = 0
+        cap = params.extra_args.get("tree_budget")
+        self.most_nodes = None if cap is None else int(cap)  # the request's own cap on draft nodes; None: none
         self.lost = False  # its stream failed while a step of it was in flight: it has been told, and goes when that step is done
         self.length = len(prompt)
         self.newest = int(prompt[-1])  # the last token
         self.page_count = 0
+        self.page_edits = 0  # how often `pages` has changed
         self._page_size = page_size
+        self._longest = self.prompt_len + (params.max_tokens or 0)
         self._tokens = np.empty(len(prompt) + 64, np.int32)
         self._tokens[: len(prompt)] = prompt
         self._pages = np.zeros(len(prompt) // page_size + 8, np.int32)
@@ -98,20 +102,16 @@ class Sequence:
         """What is less is served first: the priority, then the arrival."""
         return self.params.priority, self.arrival
 
-    @property
-    def most_nodes(self) -> int | None:
-        """The request's own cap on draft nodes; None: none."""
-        cap = self.params.extra_args.get("tree_budget")
-        return None if cap is None else int(cap)
-
     def draft_weight(self, now_s: float) -> float:
         """What a token of this request is worth beside one of a request that asks for nothing.
 
         Its draft_weight, times 2 for each priority below 0 (halved above), times the square of mean time an output token ÷
         tpot_target_ms. Priorities and targets count 1/8 … 8 each.
         """
-        extra = self.params.extra_args
-        weight = float(extra.get("draft_weight", 1.0)) * _within(2.0 ** min(max(-self.params.priority, -9), 9))
+        extra, priority = self.params.extra_args, self.params.priority
+        if not (extra or priority):
+            return 1.0
+        weight = float(extra.get("draft_weight", 1.0)) * _within(2.0 ** min(max(-priority, -9), 9))
         target_ms = extra.get("tpot_target_ms")
         if target_ms is not None and self.output_len > 1:
             weight *= _within(((now_s - self.first_token_s) * 1e3 / (self.output_len - 1) / target_ms) ** 2)
@@ -124,7 +124,7 @@ class Sequence:
     @property
     def left(self) -> int:
         """Tokens that may still be emitted."""
-        return (self.params.max_tokens or 0) - self.output_len
+        return self._longest - self.length
 
     def flush(self) -> str:
         """Text that the stream holds back, for an end from outside; "" if the stream fails."""
@@ -154,11 +154,13 @@ class Sequence:
             self._pages = np.concatenate([self.pages, np.zeros(max(end, self.page_count), np.int32)])
         self._pages[self.page_count : end] = pages
         self.page_count = end
+        self.page_edits += 1
 
     def cut_pages(self, keep: int) -> list[int]:
         """Drops all pages but the first `keep` from the table; returns the dropped ones."""
         dropped: list[int] = self._pages[keep : self.page_count].tolist()
         self.page_count = min(keep, self.page_count)
+        self.page_edits += 1
         return dropped
 
     def key(self, page: int) -> bytes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from runtime.types import SamplingParams
 
@@ -17,8 +16,7 @@ class TokenText(Protocol):
     def flush(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(NamedTuple):
     """What one push added: `kept` tokens of it belong to the output, the stop token included."""
 
     kept: int
@@ -114,6 +112,8 @@ class TextStream:
         """What `push` will say of the next tokens, all but the text, at a tenth of its time; None where the text may end it."""
         if self._stops or self._finish is not None:
             return None
+        if self._ends.isdisjoint(tokens) and (self._limit is None or self._count + len(tokens) < self._limit):
+            return Pushed(len(tokens), "")
         for kept, token in enumerate(tokens, 1):
             if token in self._ends and self._count + kept > self._min:
                 return Pushed(kept, "", "stop", None if token in self._eos else int(token))

@@ -40,7 +40,7 @@ from runtime.engine import Engine
 from runtime.executor import Executor
 from runtime.load_config import LoadConfig
 from runtime.measure import device_name, measure_curve
-from runtime.sequence import Stream
+from runtime.sequence import OnEmission, Stream
 from runtime.speculate import NoSpeculation, Speculator, TreeSpeculation
 from runtime.stats import EngineStats
 from runtime.stream import TextStream
@@ -152,18 +152,25 @@ class Bench:
             return TreeSpeculation(self._executor, SpeculativeConfig(method="ddtree", tree_budget=int(budget)))
         raise ValueError(f"policy {policy!r} is none of plain, chain, tree:N, auto")
 
-    def measure(self, policy: str, streams: int, seconds: float) -> Window:
-        """Runs `streams` streams for so many seconds after they have all started."""
-        window, opened = Window(), self._opened
+    def engine(self, policy: str) -> Engine:
+        opened = self._opened
         eos_ids = opened.tokenizer.eos_ids if opened.tokenizer else ()
-        engine = Engine(self._executor, self._config, opened.make_stream, self.speculator(policy), eos_ids=eos_ids)
+        return Engine(self._executor, self._config, opened.make_stream, self.speculator(policy), eos_ids=eos_ids)
+
+    def submit(self, engine: Engine, on_emission: OnEmission | None = None) -> None:
+        """The next stream."""
+        number, opened = next(self._number), self._opened
         most = min(MOST_TOKENS, engine.max_model_len // 2)
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=opened.tokenizer is None)
+        prompt = np.array(opened.prompts[number % len(opened.prompts)][-(engine.max_model_len // 2 - 1) :], np.int32)
+        engine.submit(Request(str(number), prompt, params, seed=number), on_emission)
+
+    def measure(self, policy: str, streams: int, seconds: float) -> Window:
+        """Runs `streams` streams for so many seconds after they have all started."""
+        window, engine = Window(), self.engine(policy)
 
         def submit() -> None:
-            number = next(self._number)
-            prompt = np.array(opened.prompts[number % len(opened.prompts)][-(engine.max_model_len // 2 - 1) :], np.int32)
-            engine.submit(Request(str(number), prompt, params, seed=number))
+            self.submit(engine)
 
         for _ in range(streams):
             submit()

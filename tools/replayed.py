@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from runtime.executor import Executor
+from runtime.executor import Executor, Pending, begin_draft, begin_step
 from runtime.types import I64, Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from tools.replay import States
 
@@ -41,18 +41,43 @@ class ReplayedText:
         return found
 
     def step(self, plan: StepPlan) -> StepResult:
-        result = self._inner.step(plan)
-        self._readers |= {int(pages[0]): int(seed) for pages, seed in zip(plan.pages, plan.seed, strict=True)}
-        rows = plan.out_rows
-        at = self.state(plan.seed[plan.seq[rows]], plan.pos[rows])
-        target = self._states.truth[at, 0].astype(np.int32)
-        return dataclasses.replace(result, target=target, finite=np.ones(len(rows), np.bool_))
+        return self.begin_step(plan).finish()
+
+    def begin_step(self, plan: StepPlan) -> Pending[StepResult]:
+        """As `step`. The look into the record counts as the device's time."""
+        inner, drawn = begin_step(self._inner, plan), list[Array]()
+
+        def wait() -> None:
+            inner.wait()
+            self._readers |= {int(pages[0]): int(seed) for pages, seed in zip(plan.pages, plan.seed, strict=True)}
+            rows = plan.out_rows
+            at = self.state(plan.seed[plan.seq[rows]], plan.pos[rows])
+            drawn.append(self._states.truth[at, 0].astype(np.int32))
+
+        def read() -> StepResult:
+            return dataclasses.replace(inner.read(), target=drawn[0], finite=np.ones(len(drawn[0]), np.bool_))
+
+        return Pending(inner.done, wait, read)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
-        if self._drafts:
-            self._inner.draft(plan)
-        at = self.state(np.array([self._readers[int(pages[0])] for pages in plan.pages], np.int64), plan.pos)
-        return DraftLogits(self._states.logits.ids[at], self._states.logits.logp[at])
+        return self.begin_draft(plan).finish()
+
+    def begin_draft(self, plan: DraftPlan) -> Pending[DraftLogits]:
+        """As `draft`, likewise."""
+        inner, offered = begin_draft(self._inner, plan) if self._drafts else None, list[DraftLogits]()
+
+        def wait() -> None:
+            if inner is not None:
+                inner.wait()
+            at = self.state(np.array([self._readers[int(pages[0])] for pages in plan.pages], np.int64), plan.pos)
+            offered.append(DraftLogits(self._states.logits.ids[at], self._states.logits.logp[at]))
+
+        def read() -> DraftLogits:
+            if inner is not None:
+                inner.read()
+            return offered[0]
+
+        return Pending(lambda: inner is not None and inner.done(), wait, read)
 
     def close(self) -> None:
         self._inner.close()

@@ -114,6 +114,8 @@ def check_tables(adjust_seq: I32, adjust_row: I32, mask_rows: I32) -> None:
     `runtime.adjust` and `runtime.masks` make them so; the plan that goes to a device is checked once, on the host.
     """
     for name, table in (("adjust_seq", adjust_seq), ("adjust_row", adjust_row), ("mask_rows", mask_rows[:, None])):
+        if len(table) < 2:
+            continue
         falls = np.flatnonzero(table[1:, 0] < table[:-1, 0])
         if len(falls):
             at = int(falls[0])
