@@ -71,17 +71,20 @@ def _narrow(base: Config, others: Iterable[Config]) -> list[Variant]:
 
 
 def _wide(base: Config) -> list[Variant]:
-    """72 columns: the chain of a tile's scores, softmax and product, and a ring that holds hardly two tiles."""
+    """72 columns: the chain of a tile's scores, softmax and product, and a ring that holds hardly two tiles, or just two."""
     land, near, far = {"AS_THEY_LAND": 1}, {"NEXT_IN_L2": 1}, {"NEXT_IN_L2": 2}
-    first = [base, trying(base, LEAN), trying(base, LEAN, near), trying(base, QUICK, near), trying(base, LEAN, land, near, ahead=3)]
+    two = trying(replace(base, slots=18), LEAN, {"P_IN_ROPE": 1})
+    first = [base, trying(base, LEAN), trying(base, LEAN, near), trying(base, QUICK, near), trying(two, dict(two.trials), near)]
     second = [
-        trying(base, {"HOLD_MAXIMA": 1}), trying(base, near), trying(base, QUICK, land, near, ahead=3), trying(base, LEAN, ahead=0),
-        trying(base, LEAN, near, BRISK), trying(base, LEAN, land, near, ahead=5), trying(base, {"MERGE_LATER": 1}),
-        trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far), trying(base, LEAN, near, ahead=0),
+        trying(base, LEAN, land, near, ahead=3), trying(base, LEAN, near, ahead=0), trying(two, dict(two.trials), near, ahead=3),
+        trying(two, dict(two.trials), QUICK, near), trying(base, QUICK, land, near, ahead=3), trying(base, {"HOLD_MAXIMA": 1}),
+        trying(base, near), trying(base, {"MERGE_LATER": 1}), trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}),
+        trying(base, LEAN, far), trying(base, LEAN, near, BRISK), two, replace(two, ahead=0),
     ]  # fmt: skip
     third = [
-        trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, ahead=2), trying(base, LEAN, land, ahead=4),
-        trying(base, LEAN, {"KEYS_STAY": 1}), trying(base, LEAN, float_parts=True),
+        trying(base, LEAN, ahead=0), trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, near, ahead=5),
+        trying(base, LEAN, land, ahead=2), trying(base, LEAN, land, ahead=4), trying(base, LEAN, {"KEYS_STAY": 1}),
+        trying(base, LEAN, float_parts=True),
     ]  # fmt: skip
     return [*_in_rounds(first, second, third), Variant(2, trying(base, LEAN), promotion=2)]
 

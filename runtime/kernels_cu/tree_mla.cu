@@ -84,7 +84,7 @@ __device__ __forceinline__ void fill_ring(const Params& p, smem_t base, int coun
 // A tile's boxes in the order of their scores. As they land: a box's place was that of the box SLOTS before it, and places are given
 // back rope first, then by turns of both groups.
 __device__ __forceinline__ constexpr int in_turn(int i) {
-  return AS_THEY_LAND ? ((i ? 1 + (i - 1) / 2 + (i - 1) % 2 * 4 : 0) + SLOTS) % kBoxes : i;
+  return P_IN_ROPE ? (i < 8 ? 1 + i / 2 + i % 2 * 4 : 0) : AS_THEY_LAND ? ((i ? 1 + (i - 1) / 2 + (i - 1) % 2 * 4 : 0) + SLOTS) % kBoxes : i;
 }
 // s = the tile's keys (16 of them a warp) times the queries, boxes FROM to TO of that order.
 template <int FROM, int TO>
@@ -103,7 +103,7 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
       }
     const int x = in_turn(i), slot = at.plus(x).slot;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, operand_plus(a, slot * kBox + 32 * k), operand_plus(b, x * kQBox + 32 * k), (i | k) != 0);
+    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, operand_plus(a, place_at(slot) + 32 * k), operand_plus(b, x * kQBox + 32 * k), (i | k) != 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -114,7 +114,7 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
     const int x = in_turn(i);
     const Cursor c = at.plus(x);
     bar_wait(full + 8 * c.slot, c.phase);
-    const uint64_t a = box_operand(base + c.slot * kBox, 16, 1024), b = box_operand(q + x * kQBox, 16, 1024);
+    const uint64_t a = box_operand(base + place_at(c.slot), 16, 1024), b = box_operand(q + x * kQBox, 16, 1024);
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, a + 2 * k, b + 2 * k, (i | k) != 0);
   }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
 // o += the tile's values (this group's four boxes, 16 rows of O of each a warp) times the weights in P. Boxes are given back one by
 // one: where products bind, the ring holds two tiles and nothing more, and the next tile's copies start that much earlier.
 __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, const Cursor& at, int group, int w, int lane) {
-  const smem_t weights = base + kPAt;
+  const smem_t weights = base + weights_at(at.slot);
 #if USE_WGMMA
   wgmma_fence();
 #if STRAIGHT                                               // its boxes have been waited for
@@ -160,7 +160,7 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
   for (int k = 0; k < 4; ++k) {
     const int slot = at.plus(1 + group * 4 + k).slot;
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], operand_plus(a, slot * kBox + 2048 * kk), operand_plus(b, 32 * kk), 1);
+    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], operand_plus(a, place_at(slot) + 2048 * kk), operand_plus(b, 32 * kk), 1);
     wgmma_commit();
   }
 #else
@@ -168,7 +168,7 @@ __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, cons
   for (int k = 0; k < 4; ++k) {
     const Cursor c = at.plus(1 + group * 4 + k);
     bar_wait(base + kTailAt + kFull + 8 * c.slot, c.phase);  // long complete; orders this group behind the copy
-    const uint64_t a = box_operand(base + c.slot * kBox, kBox, 1024), b = box_operand(weights, 16, 1024);
+    const uint64_t a = box_operand(base + place_at(c.slot), kBox, 1024), b = box_operand(weights, 16, 1024);
 #pragma unroll
     for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], a + 128 * kk, b + 2 * kk, 1);
     wgmma_commit();
@@ -300,7 +300,7 @@ struct Walker {
 
   // Moves the maxima of columns whose scores passed them; scratch is P.
   __device__ __forceinline__ void move_maxima() {
-    const smem_t scratch = base + kPAt;
+    const smem_t scratch = base + weights_at(tile & 1);
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
       float x = fmaxf(s[b][0], s[b][2]), y = fmaxf(s[b][1], s[b][3]);
@@ -357,7 +357,7 @@ struct Walker {
     for (int b = 0; b < kOctets; ++b) {
       const float p0 = exp2_fast(fmaf(s[b][0], scale, -high[b].x)), p1 = exp2_fast(fmaf(s[b][1], scale, -high[b].y));
       const float p2 = exp2_fast(fmaf(s[b][2], scale, -high[b].x)), p3 = exp2_fast(fmaf(s[b][3], scale, -high[b].y));
-      put_weights(base + kPAt, b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
+      put_weights(base + weights_at(tile & 1), b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
     }
     fence_async_shared();
     __syncwarp();
@@ -381,7 +381,7 @@ struct Walker {
       const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
       const float p0 = exp2_fast(fmaf(s[b][0], scale, -m.x)), p1 = exp2_fast(fmaf(s[b][1], scale, -m.y));
       const float p2 = exp2_fast(fmaf(s[b][2], scale, -m.x)), p3 = exp2_fast(fmaf(s[b][3], scale, -m.y));
-      put_weights(base + kPAt, b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
+      put_weights(base + weights_at(tile & 1), b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
     }
     fence_async_shared();
     __syncwarp();
@@ -440,7 +440,7 @@ struct Walker {
       const bool detailed = notes && (unsigned)(j - STAMPS) < 2;
       stamp(detail, detailed);
       if (owner) {
-        warp_arrive(tail(kEmpty) + 8 * at.slot, lane);     // the rope box
+        if (!P_IN_ROPE) warp_arrive(tail(kEmpty) + 8 * at.slot, lane);  // the rope box
         if (own < kTile) mask(it, -own);
         soften();
       } else if (AHEAD && next) {
@@ -462,6 +462,7 @@ struct Walker {
       stamp(detail + 3, detailed);
       __syncwarp();
       warp_arrive(tail(kTaken), lane);
+      if (P_IN_ROPE) warp_arrive(tail(kEmpty) + 8 * at.slot, lane);
       if constexpr (AHEAD < kBoxes)
         if (next) score_tile<AHEAD, kBoxes>(then, j + 3 >= tiles);
       at = then;
@@ -495,7 +496,7 @@ struct Walker {
     const int first = it.first, columns = it.columns;
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
-      const float2 f = lds_f32x2(base + kPAt + (8 * b + 2 * q) * 4);
+      const float2 f = lds_f32x2(base + weights_at(1) + (8 * b + 2 * q) * 4);
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         put_output(p, first, columns, b, group * 256 + k * 64 + w * 16 + g, float4{o[k][b][0] * f.x, o[k][b][1] * f.y, o[k][b][2] * f.x, o[k][b][3] * f.y}, lane);
@@ -507,7 +508,7 @@ struct Walker {
 // One thread a column: the sum of its weights, tile by tile.
 __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int count) {
   const int c = (int)threadIdx.x - (kThreads - 32 * kAdders), lane = threadIdx.x & 31;
-  const smem_t tail = base + kTailAt, row = base + kPAt + (c >> 3) * 1024;
+  const smem_t tail = base + kTailAt, row0 = base + (c >> 3) * 1024;
   uint32_t tile = 0;
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     const int tiles = p.items[i].tiles;
@@ -516,6 +517,7 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
     float sum = 0.f;
     for (int j = 0; j < tiles; ++j, ++tile) {
       bar_wait(tail + kReady, tile & 1);
+      const smem_t row = row0 + weights_at(tile & 1);
       const bool moved = lds_u32(tail + kMoved + 4 * (tile & 1));
       which ^= moved;
       if (c < kN) {
@@ -528,13 +530,14 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
       }
       __syncwarp();
       warp_arrive(tail + kTaken, lane);
+      if (P_IN_ROPE) warp_arrive(tail + kEmpty + 8 * kBoxes * (tile & 1), lane);
     }
     named_barrier(3, kHearers);
     if (c < kN) {
       const Item& it = p.items[i];
       const float high = lds_f32(tail + kMax + (which * kN + c) * 4);
       if (it.splits > 1) reinterpret_cast<float2*>(p.stats)[((size_t)it.slot + (size_t)it.split * it.stride) * kN + c] = pair(high, sum);
-      sts_f32(base + kPAt + c * 4, 1.f / sum);
+      sts_f32(base + weights_at(1) + c * 4, 1.f / sum);
       sts_f32(tail + kMax + c * 4, kNever);
     }
     named_barrier(3, kHearers);
@@ -555,14 +558,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   if (threadIdx.x >= 32 && threadIdx.x < 32 + SLOTS) {
     const int i = threadIdx.x - 32;
     bar_init(tail + kFull + 8 * i, 1);
-    bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
+    bar_init(tail + kEmpty + 8 * i, (P_IN_ROPE && i % kBoxes == 0 ? 8 + kAdders : 4) * kLaneArrivals);
     bar_init_fence();
   }
 #endif
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS && !BRISK_COPIER; ++i) {
       bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
-      bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
+      bar_init(tail + kEmpty + 8 * i, (P_IN_ROPE && i % kBoxes == 0 ? 8 + kAdders : 4) * kLaneArrivals);
     }
     bar_init(tail + kReady, 4 * kLaneArrivals);
     bar_init(tail + kTaken, (8 + kAdders) * kLaneArrivals);

@@ -21,6 +21,7 @@ TRIALS = (
     "MERGE_LATER",
     "BRISK_COPIER",
     "FEW_REGISTERS",
+    "P_IN_ROPE",
     "NEXT_IN_L2",
     "AS_THEY_LAND",
     "HOLD_MAXIMA",
@@ -109,7 +110,8 @@ class Config:
         return 384 if self.wgmma else 256 + 32 * (self.producers + -(-self.columns // 32))
 
     def smem_bytes(self) -> int:
-        return self.slots * BOX_BYTES + (BOXES + 1) * self.columns * 128 + TAIL_BYTES * (2 if self.rows else 1)
+        weights = TAIL_BYTES if dict(self.trials).get("P_IN_ROPE") else self.columns * 128
+        return self.slots * BOX_BYTES + BOXES * self.columns * 128 + weights + TAIL_BYTES * (2 if self.rows else 1)
 
     def check(self, dims: Dims, arch: str = "sm_90a") -> None:
         """Raises ValueError with the broken rule."""
@@ -122,6 +124,8 @@ class Config:
             raise ValueError(f"{self}: {', '.join(unknown)} is no trial; there are {', '.join(TRIALS)}")
         if self.trials and not self.wgmma:
             raise ValueError(f"{self}: trials are of the kernels with wgmma")
+        if dict(self.trials).get("P_IN_ROPE") and (self.rows or self.slots != 2 * BOXES):
+            raise ValueError(f"{self}: {self.slots} slots; weights lie in the place of rope in a ring of {2 * BOXES}, queries as columns")
         if dict(self.trials).get("AS_THEY_LAND") and self.ahead and self.slots < 8 + BOXES:
             raise ValueError(f"{self}: {self.slots} slots; {8 + BOXES} or more where any box may be scored ahead")
         if not 0 <= self.ahead <= BOXES:

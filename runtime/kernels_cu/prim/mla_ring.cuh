@@ -7,10 +7,30 @@
 
 [[maybe_unused]] constexpr int kBox = 8192, kBoxes = 9, kQBox = kN * 128;
 // Ring, Q, P, then the tail: barriers and what a kernel keeps besides.
-[[maybe_unused]] constexpr int kQAt = SLOTS * kBox, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox;
+[[maybe_unused]] constexpr int kQAt = SLOTS * kBox + 1024 * P_IN_ROPE, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox * !P_IN_ROPE;
 [[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
 static_assert(USE_WGMMA || (!EARLY_KEYS && !NEXT_IN_L2 && !BRISK_COPIER), "trials of the copy engine's ring");
 constexpr float kNever = -1e30f, kSlack = 8.f;  // a maximum before any key; what a score may pass a maximum by, in powers of two
+
+static_assert(!P_IN_ROPE || (USE_WGMMA && SLOTS == 2 * kBoxes), "weights in the place of rope: two tiles");
+// Where a place of the ring lies. P_IN_ROPE: values of the even tile, its rope, a kilobyte, rope of the odd tile, its values; the weights of
+// either tile take its rope's place and the kilobyte, nine octets at most.
+__device__ __forceinline__ int place_at(int slot) {
+#if P_IN_ROPE
+  return slot >= kBoxes ? slot * kBox + 1024 : (slot ? slot - 1 : 8) * kBox;
+#else
+  return slot * kBox;
+#endif
+}
+// Where the weights of the ring's even or odd tile lie.
+__device__ __forceinline__ int weights_at(int odd) {
+#if P_IN_ROPE
+  return odd ? 9 * kBox : 8 * kBox;
+#else
+  (void)odd;
+  return kPAt;
+#endif
+}
 
 #ifndef EVERY_LANE_ARRIVES    // for racecheck, which does not follow a __syncwarp before one lane's arrival
 #define EVERY_LANE_ARRIVES 0
@@ -94,7 +114,7 @@ __device__ __forceinline__ void fill_ring(
 #pragma unroll
       for (int k = 0; k < 4; ++k) from[k] = __shfl_sync(0xffffffffu, rows, (place * pieces + k) & 31);
       const Cursor own = at.plus(lane < boxes ? mine : 0);
-      const smem_t full = tail + kFull + 8 * own.slot, box = base + own.slot * kBox;
+      const smem_t full = tail + kFull + 8 * own.slot, box = base + place_at(own.slot);
       bool due = lane < boxes;
       while (__any_sync(0xffffffffu, due)) {
 #if BRISK_COPIER
@@ -237,7 +257,7 @@ __device__ __forceinline__ void scrub(smem_t base, const Cursor& at, int group, 
   auto clean = [](uint32_t x) { return ((x & 0x7f80u) == 0x7f80u ? 0u : x & 0xffffu) | ((x & 0x7f800000u) == 0x7f800000u ? 0u : x & 0xffff0000u); };
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
-    const smem_t box = base + at.plus(1 + group * 4 + k).slot * kBox;
+    const smem_t box = base + place_at(at.plus(1 + group * 4 + k).slot);
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = lds128(box + in_box(first + 16 * i, piece));

@@ -11,6 +11,9 @@
 #ifndef BRISK_COPIER  // barriers made by as many threads as there are; looks for free places without branches; two warps copy, where two are idle
 #define BRISK_COPIER 0
 #endif
+#ifndef P_IN_ROPE     // tree_mla.cu, 18 places: weights lie where the tile's rope was, so that 72 columns have a ring of two tiles; rope is scored last
+#define P_IN_ROPE 0
+#endif
 #ifndef FEW_REGISTERS // tree_mla.cu, few columns: none dealt anew, so a block takes what it needs and the merge of the layer before fits beside it
 #define FEW_REGISTERS 0
 #endif

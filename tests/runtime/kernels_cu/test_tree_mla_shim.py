@@ -86,10 +86,11 @@ CASES |= {
 
 
 SOFTMAX = {"HOLD_MAXIMA": 1, "STRAIGHT": 3}
-TRIALS = {  # of prim/mla_trials.cuh
+TRIALS = {  # of prim/mla_trials.cuh, and fields of the configuration
     "wgmma: tree, several splits": {"EARLY_KEYS": 1, "NEXT_IN_L2": 1, "KEYS_STAY": 1, **SOFTMAX},
     "wgmma: bf16 partials, dead rows": {"EARLY_KEYS": 1, "MERGE_LATER": 1, "BRISK_COPIER": 1, "FEW_REGISTERS": 1},
-    "wgmma: nine octets, a tile ahead, pages of 48": {"MERGE_LATER": 1, "AS_THEY_LAND": 1, **SOFTMAX},
+    "wgmma: nine octets, a tile ahead, pages of 48": {"MERGE_LATER": 1, "P_IN_ROPE": 1, "slots": 18, **SOFTMAX},
+    "ahead: wgmma, three boxes, a ring of eleven": {"AS_THEY_LAND": 1, "P_IN_ROPE": 1, "slots": 18, "octets": 2},
     "rows: 64 heads, bf16 partials": {"EARLY_KEYS": 1, "NEXT_IN_L2": 1, "SOFTEN_FIRST": 1, "OWN_FIRST": 1, "SEE_EARLY": 1},
     "rows: ragged, every tile a split, pages of 16": {"EARLY_KEYS": 1, "MERGE_LATER": 1, "BRISK_COPIER": 1},
 }
@@ -98,7 +99,9 @@ TRIALS = {  # of prim/mla_trials.cuh
 @pytest.mark.parametrize("name", TRIALS)
 def test_trials_match_the_definition(shim, name):
     config, batch = CASES[name]
-    got = check(batch, shim, replace(config, trials=tuple(TRIALS[name].items())), descending=True)
+    fields = {field: value for field, value in TRIALS[name].items() if field.islower()}
+    trials = tuple((trial, value) for trial, value in TRIALS[name].items() if trial.isupper())
+    got = check(batch, shim, replace(config, trials=trials, **fields), descending=True)
     if not TRIALS[name].keys() & {"MERGE_LATER", "AS_THEY_LAND"}:  # which sum in another order
         check_bitwise(got, run(batch, shim, config))
 
