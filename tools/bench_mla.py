@@ -32,12 +32,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from runtime.bits import ancestor_bits
 from runtime.hw import HARDWARE
 from runtime.kernels_cu._build import include_closure, read_source
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict_us, work
 from runtime.ops import OPS
-from runtime.tree import ancestor_bits
-from tools.mla_rig import Attention, as_float
+from tools.mla_rig import Attention, as_float, behind_plan
 from tools.mla_variants import describe
 
 H200 = HARDWARE["h200"]
@@ -145,6 +145,8 @@ class Bench:
                 keys = tensor_map(at["cache"], PAGES * PAGE, WIDTH, 2 * WIDTH, PAGE, promotion)
                 call = replace(call, arguments=(call.arguments[0], keys, *call.arguments[2:]))
             layers.append(call.launch(kernels.functions))
+            if not k:
+                behind_plan(layers[0], config)
             if merges_later(config):
                 layers.append(merge_launch(kernels, here, SCALE))
         return plan_launch(kernels, at), layers
