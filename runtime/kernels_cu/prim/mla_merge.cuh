@@ -72,7 +72,7 @@ __device__ __forceinline__ Sum gather(const Params& p, const Item& it, int unit,
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(256) tree_mla_merge(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, PART_F32 ? 3 : 4) tree_mla_merge(const __grid_constant__ Params p) {
   __shared__ Sum sums[7][32];                              // of all but a team's first warp; with a kilobyte of the system's they are one box
   const int lane = threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
   pdl_wait();
