@@ -19,7 +19,7 @@ from runtime.shapes import DTYPES, bind, parse
 from runtime.source import Source
 from runtime.w4 import GROUP
 
-TOLD_BYTES = 32  # of a row that a rank tells for an argmax; a draw or a filter tells more
+TOLD_BYTES = 16  # of a row that a rank tells for an argmax; a draw or a filter tells more
 _WIDTH = {"bf16": 2, "f32": 4, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u32": 4, "u64": 8, "bool": 1}
 _SHORT = {numpy_name: name for name, accepted in DTYPES.items() for numpy_name in accepted if (name, numpy_name) != ("bf16", "float32")}
 
@@ -181,7 +181,7 @@ class NullComm:
 
     def sample(self, ops: Any, logits: ShapeOnly, drawing: Sequence[Any], **outputs: ShapeOnly) -> None:
         ops.sample(logits, *drawing, **outputs)
-        if self.world > 1:  # of each rank its best token, whether all is finite, and a sum
+        if self.world > 1:  # of each rank its best token, and whether all is finite
             self.calls[Collective("all_gather", len(logits), self.world * TOLD_BYTES)] += 1
 
     def all_gather(self, x: ShapeOnly, *, out: ShapeOnly) -> None:

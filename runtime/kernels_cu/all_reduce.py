@@ -164,13 +164,17 @@ def _call(
     parts: int,
 ) -> Call:
     config.check(hidden)
-    if len(ranks.regions) != config.world or not 0 <= ranks.rank < config.world:
-        raise ValueError(f"all_reduce: rank {ranks.rank} with {len(ranks.regions)} regions, built for {config.world}")
-    regions = (ctypes.c_void_p * MAX_WORLD)(*ranks.regions)
-    group = _Group(regions, ranks.state, ranks.told, ranks.rank, ranks.spins)
+    group = seat_of("all_reduce", ranks, config.world)
     then = norm or Norm(0, 0, 0, 0.0)
     rows = _Rows(part, then.x, then.w, seq, then.out, m, parts, then.eps)
     return Call(f"{entry}_norm" if norm else entry, grid, threads, 0, (group, rows))
+
+
+def seat_of(kernel: str, ranks: Ranks, world: int) -> ctypes.Structure:
+    """A kernel's argument: `Group` of all_reduce.cu, `Seat` of sample_ranks.cu. ValueError if it was built for another world."""
+    if len(ranks.regions) != world or not 0 <= ranks.rank < world:
+        raise ValueError(f"{kernel}: rank {ranks.rank} with {len(ranks.regions)} regions, built for {world}")
+    return _Group((ctypes.c_void_p * MAX_WORLD)(*ranks.regions), ranks.state, ranks.told, ranks.rank, ranks.spins)
 
 
 def work(world: int, m: int, hidden: int, two: bool) -> Cost:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.kernels_cu import all_reduce, top_merge
+from runtime.kernels_cu import all_reduce, record_draft, sample_ranks, top_merge
 from runtime.kernels_cu.array import WIDTHS, DeviceArray
 from runtime.kernels_cu.device import Device, Runnable
 from runtime.kernels_cu.recorder import Recorded, Recorder
@@ -48,12 +48,13 @@ def default_thresholds(config: all_reduce.Config) -> Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """One rank's access to the others, as all_reduce.cu needs it."""
+    """One rank's access to the others, as all_reduce.cu needs it, and sample_ranks.cu; seat None: nobody draws together."""
 
     config: all_reduce.Config
     ranks: all_reduce.Ranks
     hidden: int
     keep: Any = None
+    seat: sample_ranks.Seat | None = None
 
     def shot(self, device: Device, way: str, rows: int, part: int, norm: all_reduce.Norm | None = None, seq: int = 0) -> Runnable:
         """The prepared sum of part [rows, hidden] by that way."""
@@ -116,8 +117,14 @@ class PeerComm:
         self._append("top_merge", device.prepare(merge, functions))
 
     def sample(self, ops: Any, logits: DeviceArray, drawing: Sequence[DeviceArray], **outputs: DeviceArray) -> None:
-        """ops.sample over the whole vocabulary, of which this rank has logits [I, V / W]."""
-        rows, share = logits.shape
+        """ops.sample over the whole vocabulary, of which this rank has logits [I, V / W], through peer memory.
+
+        Logits are gathered where there is none, or where the kernel has no room for shares of this size.
+        """
+        (rows, share), memory = logits.shape, self._memory
+        if memory and memory.seat and memory.seat.config.fits(share, outputs["top_ids"].shape[1]):
+            record_draft.sample_shares(self._recorder, memory.seat, memory.keep, logits, drawing, outputs)
+            return
         whole = ops.buffer("logits", (rows, share * self.world), "f32")
         self.all_gather(logits, out=whole)
         ops.sample(whole, *drawing, **outputs)

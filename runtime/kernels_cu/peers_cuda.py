@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.kernels_cu import all_reduce
+from runtime.kernels_cu import all_reduce, sample_ranks
 from runtime.kernels_cu._graph import ALLOWED, CapturedGraph, Interval, MappedMemory
 from runtime.kernels_cu.device import Runnable
 from runtime.kernels_cu.peer_comm import LARGE, ONE, TWO, Large, PeerComm, PeerMemory, Thresholds
@@ -107,7 +107,9 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
     runtime, device = cupy.cuda.runtime, recorder.device
     config = config or all_reduce.candidates(host.world, hidden, device.sms)[0]
     config.check(hidden)
-    nbytes, index = config.region_bytes(hidden), int(runtime.getDevice())
+    drawing = sample_ranks.default_config(host.world, device.sms)
+    behind = -(-config.region_bytes(hidden) // 256) * 256  # one region, of which the second part is for drawing
+    nbytes, index = behind + drawing.region_bytes(), int(runtime.getDevice())
     peers = [struct.unpack("q", part)[0] for part in host.gather_bytes(struct.pack("q", index))]
     able = len(set(peers)) == host.world and all(peer == index or runtime.deviceCanAccessPeer(index, peer) for peer in peers)
     if not _all_agree(host, able):
@@ -123,15 +125,16 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
             regions.append(region if own else int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)))
     except runtime.CUDARuntimeError:  # such as containers that share no IPC namespace
         pass
-    device.functions(
-        all_reduce.SOURCE, config.defines(hidden), all_reduce.ENTRIES
-    )  # compiled before anybody waits for a rank's first launch
+    # compiled before anybody waits for a rank's first launch
+    device.functions(all_reduce.SOURCE, config.defines(hidden), all_reduce.ENTRIES)
+    device.functions(sample_ranks.SOURCE, drawing.defines(), sample_ranks.ENTRIES)
     if not _all_agree(host, len(regions) == host.world):
         return None
-    told, state = MappedMemory(4), device.alloc(config.state_bytes())
+    told, state, notes = MappedMemory(4), device.alloc(config.state_bytes()), device.alloc(drawing.state_bytes())
     device.synchronize()
     ranks = all_reduce.Ranks(host.rank, regions, state, told.address)
-    return PeerMemory(config, ranks, hidden, _Opened(regions, host.rank, told, state))
+    seat = sample_ranks.Seat(drawing, all_reduce.Ranks(host.rank, [region + behind for region in regions], notes, told.address))
+    return PeerMemory(config, ranks, hidden, _Opened(regions, host.rank, told, state), seat)
 
 
 def open_peers(recorder: Recorder, host: Host, hidden: int) -> PeerComm:
@@ -151,7 +154,7 @@ def open_peers(recorder: Recorder, host: Host, hidden: int) -> PeerComm:
 
     def failure() -> str | None:
         if told is not None and told.value:
-            return f"rank {told.value - 1} did not come to a sum on the device"
+            return f"rank {told.value - 1} did not come to an exchange on the device"
         return nccl.failure()
 
     comm.failure = failure

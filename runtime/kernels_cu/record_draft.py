@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from runtime.kernels_cu import block_attention as attention
-from runtime.kernels_cu import draft
+from runtime.kernels_cu import draft, sample_ranks
 from runtime.kernels_cu import sample as sampling
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.recorder import Recorder, op
+from runtime.ops import OPS
+from runtime.shapes import bind, parse
 
 _EXPECTED_KEYS = 4096  # the context that the splits of a block's attention are chosen for, where pages reach that far
 
@@ -104,15 +109,40 @@ def sample(
 ) -> None:
     """The tables rise by their first column (`sample.check_tables`, on the host)."""
     dims = sampling.Dims(len(logits), logits.shape[1], top_ids.shape[1])
-    if masks.size and masks.shape[1] != dims.words:
-        raise ValueError(f"sample: masks of {masks.shape[1]} words, but V = {dims.V} takes {dims.words}")
+    _check_masks(masks, dims.V)
     named = {
         "logits": logits, "out_rows": out_rows, "seq": seq, "pos": pos, "temperature": temperature, "top_p": top_p, "min_p": min_p,
         "top_k": top_k, "seed": seed, "logprobs": logprobs, "adjust_seq": adjust_seq, "adjust_seq_by": adjust_seq_by,
         "adjust_row": adjust_row, "adjust_row_by": adjust_row_by, "mask_rows": mask_rows, "masks": masks,
         "target": target, "logp": logp, "finite": finite, "top_ids": top_ids, "top_logp": top_logp,
     }  # fmt: skip
-    counts = {"live": "rows", "live_seq": "adjust_seq", "live_row": "adjust_row", "live_masks": "masks"}
-    at = {name: array.flat for name, array in named.items()} | {name: r.counted(count) for name, count in counts.items()}
     config = sampling.candidates(dims)[0]
-    r.launch(sampling.call(dims, config, at), r.device.functions(sampling.SOURCE, config.defines(), sampling.ENTRIES))
+    r.launch(sampling.call(dims, config, _addresses(r, named)), r.device.functions(sampling.SOURCE, config.defines(), sampling.ENTRIES))
+
+
+def sample_shares(
+    r: Recorder, seat: sample_ranks.Seat, keep: Any, logits: DeviceArray, drawing: Sequence[DeviceArray], outputs: Mapping[str, DeviceArray]
+) -> None:
+    """`sample` of logits [I, V / W], this rank's share of the vocabulary; all else is the whole's. keep: owner of the peers' memory."""
+    signature = parse(OPS["sample"].signature)
+    named = dict(zip((p.name for p in signature.inputs), (logits, *drawing), strict=True), **outputs)
+    symbols, (rows, share) = bind("sample", signature, named), logits.shape
+    if not rows:
+        return
+    whole = seat.config.world * share
+    _check_masks(named["masks"], whole)
+    with r.op("sample", symbols):
+        at, top = _addresses(r, named), named["top_ids"].shape[1]
+        call = sample_ranks.call(rows, share, top, seat.config, at, seat.ranks, -(-whole // 32))
+        r.launch(call, r.device.functions(sample_ranks.SOURCE, seat.config.defines(), sample_ranks.ENTRIES), (keep,))
+
+
+def _check_masks(masks: DeviceArray, vocab: int) -> None:
+    words = -(-vocab // 32)
+    if masks.size and masks.shape[1] != words:
+        raise ValueError(f"sample: masks of {masks.shape[1]} words, but V = {vocab} takes {words}")
+
+
+def _addresses(r: Recorder, named: Mapping[str, DeviceArray]) -> dict[str, int]:
+    counts = {"live": "rows", "live_seq": "adjust_seq", "live_row": "adjust_row", "live_masks": "masks"}
+    return {name: array.flat for name, array in named.items()} | {name: r.counted(count) for name, count in counts.items()}

@@ -122,7 +122,7 @@ def test_collectives(k26: kimi_k26.Config) -> None:
     links = {row.op: row for row in plan_step(k26, 8, 64, 0, H200).table if row.is_link}
     assert links["all_reduce"].count == 2 * 61 + 1
     assert links["all_reduce"].cost.read_bytes == 123 * 2 * 64 * 14_336 * 7 / 8
-    assert links["all_gather"].cost.read_bytes == 64 * 8 * 32 * 7 / 8, "a row's best tokens, not its logits"
+    assert links["all_gather"].cost.read_bytes == 64 * 8 * 16 * 7 / 8, "a row's best tokens, not its logits"
     assert not [row for row in plan_step(k26, 1, 64, 0, H200).table if row.is_link]
     assert plan_step(k26, 1, 64, 0, H200).link_us == 0
 

@@ -7,6 +7,8 @@
 // spreads its elements: equal bins mean equal addresses, and shared atomics on one address go one by one). A second pass
 // lists the elements of the bin in question. On the list, five rounds fix 11, 11 and 10 bits of the key and 11 and 10 of the
 // id. If the bin holds more than the list (all logits equal, say), the rounds go over all elements instead: slow and right.
+//
+// Elements may be spread over ranks: a team adds their bins up and joins their lists (prim/team.cuh), and all find the same cut.
 #pragma once
 #include "exact.cuh"
 
@@ -73,14 +75,22 @@ template <int BLOCK> __device__ __forceinline__ void locate(SelectRoom& r, uint6
   __syncthreads();
 }
 
+// A team of one: its bins are all there is.
+struct Alone {
+  __device__ __forceinline__ uint64_t sum(uint64_t v) { return v; }
+  __device__ __forceinline__ void add_bins(SelectRoom&, uint64_t) {}
+  __device__ __forceinline__ bool join_lists(SelectRoom&, uint32_t&) { return false; }
+};
+
 // each(f) calls f(key, coarse bin, id) once for every element, over all threads; weight(key) -> u64. ids below kMostIds.
 // The last element of all, and beyond, if the weights never reach `wanted`.
-template <int BLOCK, class Each, class Weight>
-__device__ __forceinline__ Cut first_to_reach(SelectRoom& r, uint64_t wanted, Each each, Weight weight) {
+template <int BLOCK, class Each, class Weight, class Team>
+__device__ __forceinline__ Cut first_to_reach(SelectRoom& r, uint64_t wanted, Each each, Weight weight, Team& team) {
   const int tid = threadIdx.x;
   constexpr Cut kAll = {0xffffffffu, 0xffffffffu};
   uint32_t chosen = 0, listed = 0;
   uint64_t prefix = 0;
+  bool joined = false;                                    // the list holds all ranks' elements
 #pragma unroll 1
   for (int round = kCoarse; round <= kLast; ++round) {    // one loop, so that the elements' code exists once
     const int shift = round == 0 ? 53 : round == 1 ? 42 : round == 2 ? 32 : round == 3 ? 10 : 0;
@@ -114,8 +124,10 @@ __device__ __forceinline__ Cut first_to_reach(SelectRoom& r, uint64_t wanted, Ea
     __syncthreads();
     if (round == kList) {
       listed = r.count;
+      joined = team.join_lists(r, listed);
       continue;
     }
+    if (!joined) team.add_bins(r, wanted);
     locate<BLOCK>(r, wanted);
     if (r.bin == kNoBin) return kAll;
     wanted = r.left;
@@ -123,6 +135,12 @@ __device__ __forceinline__ Cut first_to_reach(SelectRoom& r, uint64_t wanted, Ea
     else prefix = prefix << bits | r.bin;
   }
   return {(uint32_t)(prefix >> 32), (uint32_t)prefix};
+}
+
+template <int BLOCK, class Each, class Weight>
+__device__ __forceinline__ Cut first_to_reach(SelectRoom& r, uint64_t wanted, Each each, Weight weight) {
+  Alone alone;
+  return first_to_reach<BLOCK>(r, wanted, each, weight, alone);
 }
 
 // out(rank, key, id) once for each of the `count` <= kListRoom elements up to the cut, rank by (key, id); over all threads.

@@ -23,9 +23,11 @@ from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cuda_worker import CudaWorker
 from runtime.engine import Engine
 from runtime.graph.driver import ListDriver
+from runtime.kernels_cu import sample_ranks
 from runtime.kernels_cu.all_reduce import Config, Ranks
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.peer_comm import PeerComm, PeerMemory, Thresholds
+from runtime.kernels_cu.sample_ranks import Seat
 from runtime.kernels_np import NumpyBackend
 from runtime.loading import plan_layout
 from runtime.shared import LINE, SharedBlock, Watch
@@ -49,9 +51,10 @@ CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=4, max_model_len=LE
 LIMITS = Limits(VOCAB, 4, 16, PAGE, LENGTH)
 DRAFTING = dataclasses.replace(LIMITS, draft_depth=3, draft_top_k=4)
 PEERS = Config(WORLD, threads=32, vecs=1, blocks=8, rows=8)
+DRAWING = sample_ranks.Config(WORLD, threads=64, blocks=3)
 GAP = 0.05  # of two log-probabilities; logits here differ from the definition's by up to 0.02 (bfloat16 in another order)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
-SEEDED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=6, logprobs=2)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, min_p=0.01, presence_penalty=0.5, max_tokens=6, logprobs=2)
 
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
@@ -85,7 +88,9 @@ class HostLarge:
 class Group:
     """What ranks share, made before they part."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = True) -> None:
+        self.together = together  # draw from shares
+        self.drawing = [SharedBlock.create(DRAWING.region_bytes()) for _ in range(WORLD)]
         self.block = SharedBlock.create(LINE + SharedComm.nbytes(WORLD))
         self.regions = [SharedBlock.create(PEERS.region_bytes(HIDDEN)) for _ in range(WORLD)]
 
@@ -95,7 +100,9 @@ class Group:
         state = backend.device.alloc(PEERS.state_bytes())
         told = backend.device.alloc(4)
         regions = [int(region.array(0, 1).ctypes.data) for region in self.regions]
-        memory = PeerMemory(PEERS, Ranks(rank, regions, state, told, spins=20_000_000), HIDDEN)
+        notes, places = backend.device.alloc(DRAWING.state_bytes()), [int(block.array(0, 1).ctypes.data) for block in self.drawing]
+        seat = Seat(DRAWING, Ranks(rank, places, notes, told, spins=20_000_000))
+        memory = PeerMemory(PEERS, Ranks(rank, regions, state, told, spins=20_000_000), HIDDEN, None, seat if self.together else None)
         comm = PeerComm(backend, rank, WORLD, HostLarge(host), memory, thresholds)
         model, layout = bind(path, backend, rank, WORLD, drafter=limits.draft_depth > 0), plan_layout(CONFIG, limits)
         return CudaWorker(ListDriver(backend.device), backend, comm, model, limits, layout, (1, 4))
@@ -130,16 +137,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("ranks") / "model", seed=3, **SIZES)
 
 
-@pytest.mark.parametrize(("thresholds", "params"), [(Thresholds(1, 4), GREEDY), (Thresholds(4, 4), SEEDED), (Thresholds(0, 0), GREEDY)])
-def test_two_ranks_draw_what_one_draws(path: Path, shim: Any, thresholds: Thresholds, params: SamplingParams) -> None:
-    """One shot, two shots and the host's sums, inside steps of 1 and 4 rows; every rank schedules for itself here."""
-    Group().worker(path, shim, 0, thresholds)  # compiles all that the ranks need
-    group = Group()
+@pytest.mark.parametrize(
+    ("thresholds", "params", "together"),
+    [(Thresholds(1, 4), GREEDY, True), (Thresholds(4, 4), SEEDED, True), (Thresholds(0, 0), GREEDY, False)],
+)
+def test_two_ranks_draw_what_one_draws(path: Path, shim: Any, thresholds: Thresholds, params: SamplingParams, together: bool) -> None:
+    """One shot, two shots and the host's sums, draws from shares and from gathered logits, inside steps of 1 and 4 rows; every rank
+    schedules for itself here."""
+    Group(together).worker(path, shim, 0, thresholds)  # compiles all that the ranks need
+    group = Group(together)
 
     def on_rank(rank: int) -> list[tuple[Any, ...]]:
         worker = group.worker(path, shim, rank, thresholds)
         ops = {record.op for program in worker.programs() for record in program.records}
-        assert ("all_reduce_norm" in ops) == (thresholds.two > 0) and {"all_reduce", "all_gather"} <= ops
+        assert ("all_reduce_norm" in ops) == (thresholds.two > 0) and {"all_reduce", "sample"} <= ops
+        assert ("all_gather" in ops) == (not together), "logits are not gathered"
         return [(got.tokens, got.logprobs) for got in generate(path, worker, params).values()]
 
     first, second = on_ranks(WORLD, on_rank, 300.0)
@@ -155,6 +167,18 @@ def test_two_ranks_draw_what_one_draws(path: Path, shim: Any, thresholds: Thresh
                 break
             compared += 1
     assert compared >= 12
+
+
+def test_shares_draw_what_gathered_logits_draw(path: Path, shim: Any) -> None:
+    """The same tokens and alternatives, bit for bit; log-probabilities up to the order of a sum."""
+    found = []
+    for together in (True, False):
+        group = Group(together)
+        results = on_ranks(WORLD, lambda rank, group=group: generate(path, group.worker(path, shim, rank, Thresholds(4, 4)), SEEDED), 300.0)  # type: ignore[misc]
+        found.append(list(results[0].values()))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.tokens == theirs.tokens and [p.rank_ids for p in mine.logprobs] == [p.rank_ids for p in theirs.logprobs]
+        assert max(abs(a.logprob - b.logprob) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < 1e-5
 
 
 def test_two_ranks_draft_together(path: Path, shim: Any) -> None:

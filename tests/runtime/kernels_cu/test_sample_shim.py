@@ -239,24 +239,25 @@ def test_a_wrong_input_shows(shim, rng, fault):
 
 FAULTS = {
     "a fused multiply-add": (
+        "prim/draw.cuh",
         "add_rn(mul_rn((float)exponent, 0.6931471805599453f), series)",
         "fmaf((float)exponent, 0.6931471805599453f, series)",
     ),
-    "a mask for the next row": ("p.mask_rows[mine] == m", "p.mask_rows[mine] >= m"),
-    "a mask that entries pass": ("return !mask || marked(mask, id);", "return true;"),
-    "nine rounds": ("round < 10", "round < 9"),
-    "the row's own position": ("(long long)p.pos[m] + 1", "(long long)p.pos[m]"),
-    "a token marked and not taken": ("if (adjusted()) each_entry(f);", ""),
-    "the sequence's entry lost": ("v = adjusted_by(v, p.adjust_seq_by + 2 * k)", "v = v"),
-    "a mass one bit short": ("kMassBits = 40", "kMassBits = 4"),
-    "raw logits of a broken row": ("row.finite = block_sum<THREADS>(sh.room.warp, bad) == 0", "row.finite = true"),
-    "a sum without its shift": ("sum += expf(v - largest)", "sum += expf(v)"),
+    "a mask for the next row": ("prim/draw.cuh", "p.mask_rows[mine] == m", "p.mask_rows[mine] >= m"),
+    "a mask that entries pass": ("prim/draw.cuh", "return !mask || marked(mask, first + id);", "return true;"),
+    "nine rounds": ("prim/draw.cuh", "round < 10", "round < 9"),
+    "the row's own position": (SOURCE, "(long long)p.pos[m] + 1", "(long long)p.pos[m]"),
+    "a token marked and not taken": ("prim/draw.cuh", "if (adjusted()) each_entry(f);", ""),
+    "the sequence's entry lost": ("prim/draw.cuh", "v = adjusted_by(v, p.adjust_seq_by + 2 * k)", "v = v"),
+    "a mass one bit short": ("prim/draw.cuh", "kMassBits = 40", "kMassBits = 4"),
+    "raw logits of a broken row": (SOURCE, "row.finite = block_sum<THREADS>(sh.room.warp, scan.bad) == 0", "row.finite = true"),
+    "a sum without its shift": (SOURCE, "sum += expf(v - largest)", "sum += expf(v)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_shows(tmp_path, rng, fault):
-    get = mutant(tmp_path, SOURCE, *FAULTS[fault])
+    get = mutant(tmp_path, *FAULTS[fault])
     plain = Step(rng, 40, 2000, top_p=0.7, temperature=np.linspace(0.5, 2, 20))
     plain.logits[5, 100] = np.nan
     with pytest.raises(AssertionError):
