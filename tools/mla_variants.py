@@ -71,22 +71,25 @@ def _narrow(base: Config, others: Iterable[Config]) -> list[Variant]:
 
 
 def _wide(base: Config) -> list[Variant]:
-    """72 columns: the chain of a tile's scores, softmax and product, and a ring that holds hardly two tiles, or just two."""
+    """72 columns: the chain of a tile's scores, softmax and product, and a ring that holds hardly two tiles, or just two. With nothing
+    ahead no score waits for a copy, and a softmax of half the length is all that the tensor cores wait for."""
     land, near, far = {"AS_THEY_LAND": 1}, {"NEXT_IN_L2": 1}, {"NEXT_IN_L2": 2}
     two = trying(replace(base, slots=18), LEAN, {"P_IN_ROPE": 1})
-    first = [base, trying(base, LEAN), trying(base, LEAN, near), trying(base, QUICK, near), trying(two, dict(two.trials), near)]
+    first = [
+        base, trying(base, LEAN), trying(base, LEAN, ahead=0), trying(base, LEAN, near, ahead=0), trying(base, QUICK, near, ahead=0),
+        trying(two, dict(two.trials), near, ahead=0),
+    ]  # fmt: skip
     second = [
-        trying(base, LEAN, land, near, ahead=3), trying(base, LEAN, near, ahead=0), trying(two, dict(two.trials), near, ahead=3),
-        trying(two, dict(two.trials), QUICK, near), trying(base, QUICK, land, near, ahead=3), trying(base, {"HOLD_MAXIMA": 1}),
-        trying(base, near), trying(base, {"MERGE_LATER": 1}), trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}),
-        trying(base, LEAN, far), trying(base, LEAN, near, BRISK), two, replace(two, ahead=0),
+        trying(base, LEAN, near), trying(base, QUICK, near), trying(base, LEAN, land, near, ahead=3),
+        trying(two, dict(two.trials), near, ahead=3), trying(two, dict(two.trials), near), trying(two, dict(two.trials), QUICK, near, ahead=0),
+        trying(base, QUICK, land, near, ahead=3), trying(base, {"HOLD_MAXIMA": 1}), trying(base, near), trying(base, {"MERGE_LATER": 1}),
+        trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far, ahead=0), trying(base, LEAN, near, BRISK, ahead=0),
     ]  # fmt: skip
     third = [
-        trying(base, LEAN, ahead=0), trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, near, ahead=5),
-        trying(base, LEAN, land, ahead=2), trying(base, LEAN, land, ahead=4), trying(base, LEAN, {"KEYS_STAY": 1}),
-        trying(base, LEAN, float_parts=True),
+        replace(base, ahead=0), two, trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, near, ahead=5),
+        trying(base, LEAN, land, ahead=2), trying(base, LEAN, {"KEYS_STAY": 1}), trying(base, LEAN, float_parts=True, ahead=0),
     ]  # fmt: skip
-    return [*_in_rounds(first, second, third), Variant(2, trying(base, LEAN), promotion=2)]
+    return [*_in_rounds(first, second, third), Variant(2, trying(base, LEAN, ahead=0), promotion=2)]
 
 
 def _rows(base: Config, others: Iterable[Config] = ()) -> list[Variant]:
@@ -114,11 +117,11 @@ def variants(case: str) -> list[Variant]:
         "8x1x9x4096": lambda: _narrow(n24, [trying(replace(n24, octets=o, slots=s), QUICK) for o, s in ((2, 25), (5, 22), (9, 17))]),
         "8x10x1x4096": lambda: _narrow(n8, ()),
         "8x10x9x4096": lambda: _wide(COLUMNS),
-        "8x10x9x65536": lambda: [*_wide(COLUMNS), Variant(1, trying(COLUMNS, LEAN, chunk=79))],  # an item a block, 130 of them
-        "8x10x33x65536": lambda: _rows(ROWS, [trying(COLUMNS, LEAN, {"NEXT_IN_L2": 1}, ahead=a) for a in (9, 0)]),
-        "32x10x9x4096": lambda: _rows(ROWS, [trying(COLUMNS, QUICK, {"NEXT_IN_L2": 1}, ahead=a) for a in (9, 0)]),
+        "8x10x9x65536": lambda: [*_wide(COLUMNS), Variant(1, trying(COLUMNS, LEAN, chunk=79, ahead=0))],  # an item a block, 130 of them
+        "8x10x33x65536": lambda: _rows(ROWS, [trying(COLUMNS, LEAN, {"NEXT_IN_L2": 1}, ahead=a) for a in (0, 9)]),
+        "32x10x9x4096": lambda: _rows(ROWS, [trying(COLUMNS, QUICK, {"NEXT_IN_L2": 1}, ahead=a) for a in (0, 9)]),
         "64x10x33x65536": lambda: _rows(replace(ROWS, float_parts=True)),
-        "8x10x8x65536": lambda: [Variant(2, Config(8, slots, ahead=a, float_parts=False)) for slots in (18, 17) for a in (9, 0)],
+        "8x10x8x65536": lambda: [Variant(2, Config(8, slots, ahead=a, float_parts=False)) for slots in (18, 17) for a in (0, 9)],
     }
     return sorted(made.get(case, lambda: _rows(ROWS))(), key=lambda v: v.round)
 
