@@ -35,7 +35,7 @@ SAMPLED_S = 0.1
 
 def stamped(case: str, variant: Variant) -> Config:
     """The build that notes where a block's time goes: the third and fourth key tile of an item, or later ones where it has many."""
-    return trying(variant.config, dict(variant.config.trials), {"STAMPS": 2 if parse_case(case).ctx < 8192 else 20})
+    return trying(variant.config, {"STAMPS": 2 if parse_case(case).ctx < 8192 else 20})
 
 
 def watched(case: str) -> list[Variant]:

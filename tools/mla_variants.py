@@ -42,8 +42,8 @@ def describe(c: Config) -> str:
 
 
 def trying(config: Config, *trials: dict[str, int], **change: Any) -> Config:
-    """`config` with trials and other fields changed."""
-    named = {name: value for trial in trials for name, value in trial.items()}
+    """`config` with more trials and other fields changed."""
+    named = dict(config.trials) | {name: value for trial in trials for name, value in trial.items()}
     return replace(config, trials=tuple(named.items()), **change)
 
 
@@ -77,13 +77,14 @@ def _wide(base: Config) -> list[Variant]:
     two = trying(replace(base, slots=18), LEAN, {"P_IN_ROPE": 1})
     first = [
         base, trying(base, LEAN), trying(base, LEAN, ahead=0), trying(base, LEAN, near, ahead=0), trying(base, QUICK, near, ahead=0),
-        trying(two, dict(two.trials), near, ahead=0),
+        trying(two, near, ahead=0),
     ]  # fmt: skip
     second = [
         trying(base, LEAN, near), trying(base, QUICK, near), trying(base, LEAN, land, near, ahead=3),
-        trying(two, dict(two.trials), near, ahead=3), trying(two, dict(two.trials), near), trying(two, dict(two.trials), QUICK, near, ahead=0),
+        trying(two, near, ahead=3), trying(two, near), trying(two, QUICK, near, ahead=0),
         trying(base, QUICK, land, near, ahead=3), trying(base, {"HOLD_MAXIMA": 1}), trying(base, near), trying(base, {"MERGE_LATER": 1}),
-        trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far, ahead=0), trying(base, LEAN, near, BRISK, ahead=0),
+        trying(base, {"EARLY_KEYS": 1}), trying(base, {"STRAIGHT": 3}), trying(base, LEAN, far, ahead=0),
+        trying(base, LEAN, near, BRISK, ahead=0),
     ]  # fmt: skip
     third = [
         replace(base, ahead=0), two, trying(base, LEAN, ahead=3), trying(base, LEAN, land), trying(base, LEAN, land, near, ahead=5),
