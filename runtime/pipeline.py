@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.executor import Captures, Executor, Watched
+from runtime.executor import Captures, Executor, Pending, Watched, begin_step
 from runtime.lives import Lives, Peers, RankFailed
 from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan, unpack_draft, unpack_plan
 from runtime.processes import read_sizes, write_sizes
@@ -85,23 +85,47 @@ class Pipeline:
         self.limits: Limits = replace(own.limits, draft_depth=draft_depth)
 
     def step(self, plan: StepPlan) -> StepResult:
+        return self.begin_step(plan).finish()
+
+    def begin_step(self, plan: StepPlan) -> Pending[StepResult]:
+        """As `step`, without waiting for the stages; this one's own work is begun where a device does it."""
+        begun, blobs = time.perf_counter(), self._blobs
         with self._together() as links:
-            begun, blobs = time.perf_counter(), self._blobs
             pack_plan(plan, blobs.plan, blobs.step_blob)
             for link in links:
                 send_plan(link, STEP, blobs.step_blob, blobs.plan)
-            results = [self._own.step(plan), *(receive_result(link) for link in links)]
-            last: StepResult = results[-1]
-            if len(last.target) != len(plan.out_rows):
-                raise RankFailed(f"the last stage drew {len(last.target)} tokens, where {len(plan.out_rows)} were wanted")
+            own, results = begin_step(self._own, plan), list[StepResult]()
+
+        def wait() -> None:
+            with self._together() as links:
+                results.extend((own.finish(), *(receive_result(link) for link in links)))
+                if len(results[-1].target) != len(plan.out_rows):
+                    raise RankFailed(f"the last stage drew {len(results[-1].target)} tokens, where {len(plan.out_rows)} were wanted")
+
+        def read() -> StepResult:
             experts = float(self._shares @ [result.experts for result in results]) / max(1.0, float(self._shares.sum()))
-            return replace(last, step_us=(time.perf_counter() - begun) * 1e6, experts=experts)
+            return replace(results[-1], step_us=(time.perf_counter() - begun) * 1e6, experts=experts)
+
+        return Pending(self._answered, wait, read)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
+        return self.begin_draft(plan).finish()
+
+    def begin_draft(self, plan: DraftPlan) -> Pending[DraftLogits]:
+        """As `draft`, without waiting for the last stage."""
         with self._together() as links:
             pack_draft(plan, self._blobs.draft, self._blobs.draft_blob)
             send_plan(links[-1], DRAFT, self._blobs.draft_blob, self._blobs.draft)
-            return receive_drafted(links[-1])
+            drafted = list[DraftLogits]()
+
+        def wait() -> None:
+            with self._together() as links:
+                drafted.append(receive_drafted(links[-1]))
+
+        return Pending(self._answered, wait, lambda: drafted[0])
+
+    def _answered(self) -> bool:
+        return self._lives.links[-1].ready()
 
     def trouble(self) -> str | None:
         """Why no further step can succeed, or None."""

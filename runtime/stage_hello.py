@@ -9,13 +9,14 @@ who answers  WELCOME, or FAILED with each key that differs and both values
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from runtime.stage_link import Link, StageLost
@@ -37,19 +38,18 @@ class StageDiffers(StageRefused):
 
 
 def call(sock: socket.socket, name: str, token: str, hello: Mapping[str, Any], deadline_s: float) -> Link:
-    """A link over a connection that this end has opened. Raises StageRefused with the other's reasons, StageLost."""
-    link = Link(sock, name, HELLO_S)
-    own, theirs = _greet(sock, name)
-    sock.sendall(_proof(token, b"call", own, theirs))
-    if not hmac.compare_digest(
-        _exactly(sock, 32, f"{name} does not know this launch's token, or this end does not"), _proof(token, b"answer", theirs, own)
-    ):
-        raise StageRefused(f"{name} does not know this launch's token")
-    link.send(HELLO, json.dumps(dict(hello)).encode())
-    try:
-        link.expect(WELCOME)
-    except StageLost as lost:
-        raise StageRefused(str(lost)) from None
+    """A link over a connection that this end has opened. Raises StageRefused with the other's reasons, StageLost; then it is closed."""
+    with _or_closed(Link(sock, name, HELLO_S)) as link:
+        own, theirs = _greet(sock, name)
+        sock.sendall(_proof(token, b"call", own, theirs))
+        proof = _exactly(sock, 32, f"{name} does not know this launch's token, or this end does not")
+        if not hmac.compare_digest(proof, _proof(token, b"answer", theirs, own)):
+            raise StageRefused(f"{name} does not know this launch's token")
+        link.send(HELLO, json.dumps(dict(hello)).encode())
+        try:
+            link.expect(WELCOME)
+        except StageLost as lost:
+            raise StageRefused(str(lost)) from None
     link.set_deadline(deadline_s)
     return link
 
@@ -59,22 +59,34 @@ def answer(
 ) -> tuple[Link, Mapping[str, Any]]:
     """A link over a connection that the other end has opened, and its hello. judge says why it is refused, None if it is not.
 
-    Raises StageRefused, StageLost.
+    Raises StageRefused, StageLost; then it is closed.
     """
-    link = Link(sock, name, HELLO_S)
-    own, theirs = _greet(sock, name)
-    if not hmac.compare_digest(_exactly(sock, 32, f"{name} has gone"), _proof(token, b"call", theirs, own)):
-        raise StageRefused(f"{name} does not know this launch's token")
-    sock.sendall(_proof(token, b"answer", own, theirs))
-    link.expect(HELLO)
-    hello = json.loads(link.read_bytes(MAX_HELLO))
-    why = judge(hello) if isinstance(hello, dict) else "its hello is no object"
-    if why is not None:
-        link.fail(f"refused: {why}")
-        raise StageDiffers(why)
-    link.send(WELCOME)
+    with _or_closed(Link(sock, name, HELLO_S)) as link:
+        own, theirs = _greet(sock, name)
+        if not hmac.compare_digest(_exactly(sock, 32, f"{name} has gone"), _proof(token, b"call", theirs, own)):
+            raise StageRefused(f"{name} does not know this launch's token")
+        sock.sendall(_proof(token, b"answer", own, theirs))
+        link.expect(HELLO)
+        hello = json.loads(link.read_bytes(MAX_HELLO))
+        why = judge(hello) if isinstance(hello, dict) else "its hello is no object"
+        if why is not None:
+            link.fail(f"refused: {why}")
+            raise StageDiffers(why)
+        link.send(WELCOME)
     link.set_deadline(deadline_s)
     return link, hello
+
+
+@contextlib.contextmanager
+def _or_closed(link: Link) -> Iterator[Link]:
+    """A link that is closed if what follows fails; an error of the connection is StageLost."""
+    try:
+        yield link
+    except BaseException as error:
+        link.close()
+        if isinstance(error, OSError):
+            raise StageLost(f"{link.name} has gone ({error})") from None
+        raise
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> str | None:

@@ -51,6 +51,8 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_S * 1000)
         sock.settimeout(deadline_s)
+        self._peek = sock.dup()  # never waits, also where another thread takes what it has seen
+        self._peek.settimeout(0.0)
 
     def set_deadline(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -68,10 +70,8 @@ class Link:
                     done -= len(views.pop(0))
                 if done:
                     views[0] = memoryview(views[0])[done:]
-        except TimeoutError:
-            raise StageLost(f"{self.name} has taken nothing for {self.deadline_s:g} s") from None
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._gone(error, "has taken nothing") from None
 
     def receive(self, check: Callable[[], None] | None = None) -> tuple[int, int]:
         """(kind, bytes) of the next record, whose bytes `read` brings. Waits deadline_s; with `check`, which may raise and is called
@@ -116,15 +116,20 @@ class Link:
             raise StageLost(f"{self.name} sent a record of kind {came}, where {kind} was due")
         return nbytes
 
+    def ready(self) -> bool:
+        """Whether `receive` would return, or raise, at once."""
+        try:
+            return _readable(self._socket, 0.0)
+        except ValueError:  # closed here
+            return True
+
     def lost(self) -> str | None:
         """Why nothing more will come, None while the connection stands; does not wait and reads nothing that is due."""
         try:
-            if not _readable(self._socket, 0.0):
-                return None
-            came = self._socket.recv(_HEAD.size + MAX_TEXT, socket.MSG_PEEK)
-        except TimeoutError:
+            came = self._peek.recv(_HEAD.size + MAX_TEXT, socket.MSG_PEEK)
+        except BlockingIOError:
             return None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             return str(self._gone(error))
         if not came:
             return str(self._gone(None))
@@ -142,6 +147,7 @@ class Link:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._peek.close()
 
     def _fill(self, view: memoryview) -> None:
         try:
@@ -150,12 +156,13 @@ class Link:
                 if not got:
                     raise self._gone(None)
                 view = view[got:]
-        except TimeoutError:
-            raise StageLost(f"{self.name} has not answered for {self.deadline_s:g} s") from None
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._gone(error, "has not answered") from None
 
-    def _gone(self, error: Exception | None) -> StageLost:
+    def _gone(self, error: OSError | None, silent: str = "") -> StageLost:
+        """What an error means. A wait that was too long has no number; TCP's own, for a host that answers nothing, has one."""
+        if isinstance(error, TimeoutError) and error.errno is None:
+            return StageLost(f"{self.name} {silent} for {self.deadline_s:g} s")
         return StageLost(f"{self.name} has gone" + (f" ({error})" if error else ""))
 
 

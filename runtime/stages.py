@@ -213,18 +213,17 @@ def _meet(
         stage = hello.get("stage")
         if not isinstance(stage, int) or not 0 < stage < stages or stage in found:
             return f"stage {stage} is not awaited; {[s for s in range(1, stages) if s not in found]} are"
-        return differences(told, hello.get("told") or {}, f"stage {stage}")
+        theirs = hello.get("told")
+        return differences(told, theirs if isinstance(theirs, dict) else {}, f"stage {stage}")
 
     while len(found) < stages - 1:
         sock, address = accept(listener, check)
         try:
             link, hello = answer(sock, f"who calls from {address}", token, judge, deadline_s)
         except StageDiffers:
-            sock.close()
             raise
         except (StageLost, ValueError) as error:  # whoever finds this port
             LOG.warning("a call from %s is not taken: %s", address, error)
-            sock.close()
             continue
         link.name = f"stage {hello['stage']}"
         found[hello["stage"]] = link, hello
@@ -261,7 +260,6 @@ def _neighbours(link: Link, job: RankJob, listener: socket.socket) -> tuple[Link
             before, _ = answer(sock, f"stage {job.stage - 1}", job.token, judge, deadline_s)
         except (StageLost, ValueError) as error:
             LOG.warning("a call from %s is not taken: %s", address, error)
-            sock.close()
             continue
         return before, after
 

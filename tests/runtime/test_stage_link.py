@@ -76,6 +76,16 @@ def test_a_record_that_is_not_the_next_one_or_is_too_short_is_refused(ends: tupl
         theirs.close()
 
 
+def test_an_end_knows_whether_it_would_wait(ends: tuple[Link, Link]) -> None:
+    first, second = ends
+    assert not second.ready()
+    first.send(7)
+    assert second.receive() == (7, 0) and not second.ready()
+    first.close()
+    second.close()
+    assert first.ready() and second.ready(), "it would raise"
+
+
 def test_a_dead_silent_or_failing_end_is_told(ends: tuple[Link, Link]) -> None:
     first, second = ends
     assert first.lost() is None and second.lost() is None
@@ -84,6 +94,8 @@ def test_a_dead_silent_or_failing_end_is_told(ends: tuple[Link, Link]) -> None:
     with pytest.raises(StageLost, match=r"stage 1 has not answered for 0.2 s"):
         first.receive()
     assert time.monotonic() - begun < 2
+    vanished = TimeoutError(110, "Connection timed out")  # TCP's own word on a host that answers nothing
+    assert str(first._gone(vanished, "has not answered")) == "stage 1 has gone ([Errno 110] Connection timed out)"
     second.fail("no memory")
     assert first.lost() == "stage 1 failed: no memory", "also while nobody waits"
     with pytest.raises(StageLost, match="stage 1 failed: no memory"):
@@ -112,7 +124,6 @@ def greet(token: str, other: str, hello: dict[str, Any], judge: Callable[[Any], 
             got.append(answer(sock, "stage 1", token, judge, 3.0))
         except (StageRefused, StageLost) as error:
             got.append(error)
-            sock.close()
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -123,8 +134,6 @@ def greet(token: str, other: str, hello: dict[str, Any], judge: Callable[[Any], 
         caller = error
     thread.join(10)
     listener.close()
-    if isinstance(caller, Exception):
-        sock.close()
     return caller, got[0]
 
 
@@ -141,6 +150,20 @@ def test_a_stranger_is_refused_at_both_ends() -> None:
     caller, answerer = greet("secret", "guess", {})
     assert type(answerer) is StageRefused and "stage 1 does not know this launch's token" in str(answerer)
     assert isinstance(caller, StageRefused) and "token" in str(caller)
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"STGE" + bytes(60)])
+def test_whoever_finds_the_port_is_turned_away(words: bytes) -> None:
+    listener = listen("127.0.0.1")
+    stranger = connect("127.0.0.1", listener.getsockname()[1], 5.0)
+    stranger.sendall(words)
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+    stranger.close()
+    sock, _ = accept(listener, lambda: None)
+    with pytest.raises((StageRefused, StageLost)):
+        answer(sock, "who calls", "secret", lambda _: None, 3.0)
+    assert sock.fileno() == -1, "closed"
+    listener.close()
 
 
 def test_another_config_is_refused_with_both_values() -> None:
