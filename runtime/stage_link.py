@@ -6,7 +6,7 @@ Both ends count records from 1 in each direction, so one that is lost, doubled o
 at the other end was made sure when the connection was opened (`runtime.stage_hello`); from then on it is plain TCP, for networks
 that are trusted as NCCL's is.
 
-A host that vanishes is noticed by TCP within 5 s, also while nobody waits; a process that ends, at once.
+A host that vanishes is noticed by TCP within 6 s, also while nobody waits; a process that ends, at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAGIC = 0x53544745  # "STGE"
 _HEAD = struct.Struct("<IIQQ")
 FAILED = 0xFFFF  # the kind of a record that says why the other end can not go on, in UTF-8
 MAX_TEXT = 4000  # bytes of it
-VANISHED_S = 5  # after which TCP gives up on a host that answers nothing
+VANISHED_S = 5  # after which TCP gives up on a host that answers nothing, or that leaves full buffers unread for so long
 POLL_S = 0.2
 
 
