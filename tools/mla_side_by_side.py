@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,30 +38,39 @@ def stamped(case: str, variant: Variant) -> Config:
 
 
 def watched(case: str) -> list[Variant]:
-    """Today's build and the first that should gain: of these the way through the kernel is noted."""
-    return variants(case)[:2] if case in CASES else []
+    """Today's build and the first two that should gain: of these the way through the kernel is noted."""
+    return variants(case)[:3] if case in CASES else []
 
 
-def compile_variants(cases: list[str], arch: str) -> None:
-    """All builds of a run, into the cache."""
-    wanted = {(v.config, parse_case(case).heads) for case in cases for v in variants(case)}
-    wanted |= {(stamped(case, v), parse_case(case).heads) for case in cases for v in watched(case)}
-    begin = time.perf_counter()
-    build_all(wanted, arch)
-    print(f"{len(wanted)} builds in {time.perf_counter() - begin:.1f} s", flush=True)
+class Builds:
+    """Compiles (configuration, heads) in their order, in processes of their own, which begin before a GPU is touched: the first are timed
+    while the last are still being compiled."""
+
+    def __init__(self, wanted: Iterable[tuple[Config, int]], arch: str) -> None:
+        self.arch, self.pool = arch, ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 2))
+        self.begun = {job: self.pool.submit(_build, *job) for job in dict.fromkeys(self._job(*both) for both in wanted)}
+
+    def _job(self, config: Config, heads: int) -> tuple[str, tuple[tuple[str, int], ...], str, bool]:
+        return config.source, tuple(config.defines(heads).items()), self.arch, "STAMPS" in dict(config.trials)
+
+    def wait(self, config: Config, heads: int) -> None:
+        """Until that build is in the cache. Raises BuildError where it cannot be made."""
+        self.begun[self._job(config, heads)].result()
+
+    def wait_all(self) -> None:
+        """Until all are. Raises BuildError for the first that cannot be made."""
+        for begun in self.begun.values():
+            begun.result()
+
+    def close(self) -> None:
+        """Ends the processes, whatever they are at: a program that starts anew must leave none behind."""
+        for worker in list(self.pool._processes.values()):
+            worker.terminate()
+        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def build_all(wanted: Iterable[tuple[Config, int]], arch: str) -> None:
-    """Compiles every (configuration, heads) into the cache, as many at a time as there are processors."""
-    jobs = {(c.source, tuple(c.defines(heads).items()), "STAMPS" in dict(c.trials)) for c, heads in wanted}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(_build, [(source, dict(defines), arch, stamped) for source, defines, stamped in sorted(jobs)]))
-
-
-def _build(job: tuple[str, dict[str, int], str, bool]) -> None:
-    source, defines, arch, noted = job
-    with suppress(BuildError):  # said where it is wanted
-        build(source, defines, arch, allow_spills=noted)
+def _build(source: str, defines: tuple[tuple[str, int], ...], arch: str, noted: bool) -> None:
+    build(source, dict(defines), arch, allow_spills=noted)
 
 
 # ---------------------------------------------------------------- clusters of two, without a use of them in the kernel
@@ -128,14 +136,14 @@ def timeline(function: Any, rows: bool, clock_hz: float) -> list[str]:
 class SideBySide:
     """One run: the benches of its cases, what has been timed so far, and where records go."""
 
-    def __init__(self, options: argparse.Namespace, cases: list[str]) -> None:
+    def __init__(self, options: argparse.Namespace, cases: list[str], builds: Builds) -> None:
         import cupy as cp
 
         from tests.runtime.kernels_cu.mla_cases import make_batch
         from tools.bench_moe import provenance
         from tools.moe_rig import Rig
 
-        self.options = options
+        self.options, self.builds = options, builds
         self.base: dict[str, float] = {}
         self.best: dict[str, tuple[float, str]] = {}
         rig = Rig()
@@ -149,6 +157,7 @@ class SideBySide:
         self.source = provenance(options.commit)
 
     def launches(self, case: str, variant: Variant) -> tuple[Any, list[Any]]:
+        self.builds.wait(variant.config, self.benches[case].case.heads)
         plan, layers = self.benches[case].launches(variant.config, variant.promotion)
         return plan, [pair_blocks(launch) for launch in layers] if variant.paired else layers
 
@@ -227,11 +236,15 @@ def measure_variants(options: argparse.Namespace) -> None:
     its own job alone: the program starts anew behind it."""
     begin = time.perf_counter()
     cases = [*options.cases.split(","), *(REASONS if options.cases == ",".join(CASES) else ())]
-    compile_variants(cases, "sm_90a")
+    todo = jobs(cases)
+    configs = ((stamped(case, v) if what == "note" else v.config, parse_case(case).heads) for what, case, v in todo)
+    builds = Builds(configs, "sm_90a")
     if options.build:
+        builds.wait_all()
+        print(f"{len(builds.begun)} builds in {time.perf_counter() - begin:.1f} s", flush=True)
         return
-    run = SideBySide(options, cases)
-    for i, (what, case, variant) in enumerate(jobs(cases)):
+    run = SideBySide(options, cases, builds)
+    for i, (what, case, variant) in enumerate(todo):
         left = options.seconds - (time.perf_counter() - begin)
         if left < 0:
             print(f"{options.seconds:.0f} s are over before job {i}: {what} {case} {variant}; --first {i} goes on")
@@ -243,8 +256,10 @@ def measure_variants(options: argparse.Namespace) -> None:
         except Exception as fault:  # of whatever type CuPy or the driver raises when a kernel traps
             print(f"{case:<16}{variant!s:<84} FAILED, {type(fault).__name__}: {fault}", flush=True)
             run.summary()
+            builds.close()
             restart(i + 1, left)
     run.summary()
+    builds.close()
 
 
 def restart(first: int, seconds: float) -> None:
