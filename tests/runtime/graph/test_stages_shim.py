@@ -29,6 +29,7 @@ from runtime.types import SamplingParams
 from tests.forks import on_ranks
 from tests.plans import make_plan, page_table
 from tests.runtime.graph.test_ranks_shim import SIZES, HostCall, HostLarge, bytes_at, generate
+from tests.runtime.graph.worlds import tiny_model
 from tests.shim_device import ShimDevice
 
 TREES = SpeculativeConfig(method="ddtree")
@@ -62,11 +63,6 @@ class Small(ListDriver):
         return self.free, self.free
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("stages") / "model", seed=3, **SIZES)
-
-
 def connection() -> tuple[socket.socket, socket.socket]:
     """Both ends, made before the processes part."""
     listener = listen("127.0.0.1")
@@ -81,8 +77,9 @@ def texts(path: Path, executor: Any) -> list[Any]:
     return [(got.tokens, got.logprobs, got.accepted) for got in found.values()]
 
 
-def test_two_stages_draw_what_one_draws(path: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_draw_what_one_draws(tmp_path: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the same kernels on the same rows, hidden states copied as they lie. Pages are those of the smaller stage."""
+    path = tiny_model(tmp_path)
     source = loading.open_source(path, TREES)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "max_model_len": 64, "block_size": 16}
     config = loading.fit_config(loading.first_config("cuda", [1], **given), source, "bfloat16", "cuda")
@@ -126,9 +123,9 @@ def test_two_stages_draw_what_one_draws(path: Path, shim: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_two_stages_of_two_ranks_draw_what_two_ranks_draw(path: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_of_two_ranks_draw_what_two_ranks_draw(tmp_path: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four processes: rank r hands on to rank r, sums stay inside a stage, and pages are agreed among all."""
-    source = loading.open_source(path, TREES)
+    source = loading.open_source(make_tiny(tmp_path / "model", seed=3, **SIZES), TREES)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "max_model_len": 64, "block_size": 16}
     config = loading.fit_config(loading.first_config("cuda", [1], **given), source, "bfloat16", "cuda")
     pages = page_table(2, 1)
