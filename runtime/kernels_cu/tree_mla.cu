@@ -430,7 +430,7 @@ struct Walker {
     stamp(3, notes && group == 0);
     if (group == 0) score_tile<0, kBoxes>(at, tiles <= 2);
     else if (tiles == 1) warp_arrive(tail(kQFree), lane);
-    else if (EARLY_KEYS || AS_THEY_LAND) wait_queries(base, at);
+    else wait_queries(base, at);
     stamp(4, notes && group == 0);
 #pragma unroll 1
     for (int j = 0; j < tiles; ++j, own -= kTile) {

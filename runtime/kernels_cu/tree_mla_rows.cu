@@ -258,7 +258,7 @@ struct Walker {
   __device__ __forceinline__ void walk_odd(const Item& it, int tiles, Cursor at) {
     int own = it.ctx - it.tile0 * kTile;
     if (tiles == 1) release_queries();
-    else if (EARLY_KEYS) wait_queries(base, at);
+    else wait_queries(base, at);
 #pragma unroll 1
     for (int j = 0; j < tiles; j += 2, own -= 2 * kTile) {
       const Cursor odd = at.plus(kBoxes);
