@@ -138,6 +138,8 @@ class Config:
             raise ValueError(f"{self}: wgmma needs sm_90a (not {arch}) and one producer")
         if not self.wgmma and (self.producers not in (1, 2, 4) or self.octets > 4):
             raise ValueError(f"{self}: mma.sync takes 1, 2 or 4 producers and up to 4 octets (registers)")
+        if not self.wgmma and arch == "sm_100a" and (self.octets, self.ahead) == (4, 0):
+            raise ValueError(f"{self}: 64 bytes of spills on {arch}; build with boxes ahead")
         if self.wgmma and gcd(dims.page_size, TILE) < 16:
             raise ValueError(f"{self}: tensor copies need page_size = {dims.page_size} to be a multiple of 16; build without wgmma")
         if self.octets == 9 and dims.heads % 8:  # columns of an octet belong to several nodes: 10 to 36 bytes of spills
