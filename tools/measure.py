@@ -54,6 +54,7 @@ STEPS = (
         ("tools/bench_linear.py", "--tune", "--kernels", "stream", "--tp", "1", "--m", "1,8,16,64", "--tuned", "{out}/tuned.json"),
         (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_stream.py"),
     ),
+    Step("trials", "mla_variants_h200", 180, ("tools/bench_mla.py", "--variants", "--seconds", "140"), (f"{KERNELS}/prim/mla_trials.cuh",)),
     Step("attention", "mla_h200", 90, ("tools/bench_mla.py",), (f"{KERNELS}/tree_mla.cu", f"{KERNELS}/tree_mla_rows.cu")),
     Step("step", "step_h200", 100, ("tools/bench_step.py", "--ops"), (KERNELS, "runtime/graph", "model/kimi_k26.py")),
     Step("load", "load_h200", 45, ("tools/bench_load.py", "--folder", "/tmp/k26"), (f"{KERNELS}/readers.py", f"{KERNELS}/residency.py")),
