@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.adjust import fill_adjustments
+from runtime.bits import chain_bits, forest_bits
 from runtime.config import EngineConfig
 from runtime.masks import fill_masks
 from runtime.sequence import Sequence
-from runtime.tree import chain_bits, forest_bits
 from runtime.types import F32, I32, U32, U64, Array, DraftTree, StepPlan
 
 WORD_BITS = 64

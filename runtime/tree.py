@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.types import I16, I32, I64, U64, Array, DraftLogits, DraftTree
+from runtime.types import I16, I32, I64, Array, DraftLogits, DraftTree
 
 F64 = NDArray[np.float64]
 Node = tuple[int, int, int, float]  # token, parent, depth, key
@@ -28,6 +28,9 @@ Node = tuple[int, int, int, float]  # token, parent, depth, key
 # Above this many candidates a stream the heap wins. At D 7, K 16: 285 hold every tree of 16 nodes (32 streams: 0.11 ms,
 # heap 0.5), 5,259 those of 64 (64 streams: 1.1 ms, heap 3.4), 19,050 those of 128 (64 streams: 4.2 ms, heap 6.7).
 MAX_CANDIDATES = 20_000
+# From this many of all streams together, only those within a bound are looked at: 80 of 5,259 for each of 64 streams of 64 nodes, which
+# then grow in 0.9 ms, not 2.2.
+MANY_CANDIDATES = 30_000
 MAX_NODES = 2**15 - 2  # without the root: DraftTree.parent is i16
 
 
@@ -83,7 +86,10 @@ def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | No
     table = _candidates(budget, depth, choices)
     if table is None:
         return _stack(root, [_grow_heap(ids[b], cost[b], budget) for b in range(streams)])
-    return _grow_table(ids, cost, root, budget, table)
+    forest = None
+    if streams * len(table.rank) > MANY_CANDIDATES and (choices + 1) ** depth < 2**62:
+        forest = _grow_bounded(ids, cost, root, budget, streams * len(table.rank) // 4)
+    return forest or _grow_table(ids, cost, root, budget, table)
 
 
 def chain(logits: DraftLogits, root: I32, depth: int | Sequence[int]) -> list[DraftTree]:
@@ -98,49 +104,6 @@ def chain(logits: DraftLogits, root: I32, depth: int | Sequence[int]) -> list[Dr
     place = np.arange(max(lengths, default=0) + 1, dtype=np.int16)
     token = np.concatenate([root[:, None], logits.ids[:, :, 0]], axis=1).astype(np.int32)
     return [DraftTree(token[b, : n + 1], place[: n + 1] - np.int16(1), place[: n + 1]) for b, n in enumerate(lengths)]
-
-
-def ancestor_bits(parent: Array, words: int) -> U64:
-    """Returns the visibility rows of one tree: [T, words] u64, bit j of row i set iff j is i or an ancestor of i.
-
-    parent: [T] int, parent[0] = -1 and parent[t] < t. Raises ValueError on another parent or if
-    T nodes need more than 64 * words bits. Cost: O(T words log depth), by doubling the jump.
-    """
-    return forest_bits([parent], words)
-
-
-def forest_bits(parents: Sequence[Array], words: int) -> U64:
-    """Returns `ancestor_bits` of several trees, one below the other: [sum of T, words] u64, in one pass."""
-    sizes = np.array([len(p) for p in parents], np.int64)
-    total, largest = int(sizes.sum()), int(sizes.max(initial=0))
-    if largest > 64 * words:
-        raise ValueError(f"ancestor bits: a tree of {largest} nodes needs {-(-largest // 64)} words of 64 bits, the plan has {words}")
-    bits = np.zeros((total + 1, words), np.uint64)  # the last row is the one above every root: it sees nothing
-    if total == 0:
-        return bits[:0]
-    first = np.cumsum(sizes) - sizes
-    first_of = np.repeat(first, sizes)
-    parent = np.concatenate(parents).astype(np.int64)
-    row = np.arange(total)
-    node = row - first_of
-    bad = np.flatnonzero((parent >= node) | (parent < -1) | ((parent < 0) != (node == 0)))
-    if len(bad):
-        raise ValueError(f"ancestor bits: node {node[bad[0]]} has parent {parent[bad[0]]}; a root has -1, any other node a smaller one")
-    bits[row, node >> 6] = np.left_shift(np.uint64(1), (node & 63).astype(np.uint64))
-    jump = np.append(np.where(parent < 0, total, parent + first_of), total)
-    while (jump != total).any():  # after k rounds a row holds its 2^k nearest ancestors and jumps past them
-        bits |= bits[jump]
-        jump = jump[jump]
-    return bits[:total]
-
-
-def chain_bits(n: int, words: int) -> U64:
-    """Returns the visibility rows of n tokens in a row, a prefill chunk: [n, words] u64, lower triangular."""
-    if n > 64 * words:
-        raise ValueError(f"chain bits: {n} rows need {-(-n // 64)} words of 64 bits, the plan has {words}")
-    seen = np.arange(1, n + 1)[:, None] - 64 * np.arange(words)[None, :]  # bits set in each word, unclipped
-    low = np.left_shift(np.uint64(1), np.clip(seen, 0, 63).astype(np.uint64)) - np.uint64(1)
-    return np.where(seen >= 64, ~np.uint64(0), low)
 
 
 def random_tree(rng: np.random.Generator, root: int, vocab_size: int, budget: int, max_depth: int) -> DraftTree:
@@ -243,16 +206,9 @@ def _candidates(budget: int, depth: int, choices: int) -> _Candidates | None:
 def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates) -> Forest:
     """Scores all candidates of all streams at once, keeps the cheapest `budget`, sorts those."""
     streams, count = len(ids), len(table.rank)
-    total = np.empty((streams, count))
-    above = np.zeros((streams, 1))
-    for d, (first, last, parent, rank) in enumerate(table.levels):
-        above = above.take(parent, axis=1)
-        above += cost[:, d].take(rank, axis=1)
-        total[:, first:last] = above
     most = min(budget, count)
-    limit = np.full(streams, np.finfo(np.float64).max)
-    if most < count:
-        limit = np.fmin(limit, np.partition(total, most - 1, axis=1)[:, most - 1])
+    total = _score(cost, table)
+    limit = _nth(total, most)
     kept = total <= limit[:, None]  # finite costs only; beyond `most` where the last place is tied
     counts = np.count_nonzero(kept, axis=1)
     picked, kept_cost = _rows_of(kept, counts, total)
@@ -269,6 +225,70 @@ def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates)
     forest.depth[:, 1:] = depth
     forest.token[:, 1:] = ids[stream, depth - 1, table.rank[picked]]
     forest.key[:, 1:] = -kept_cost[stream, ranking]
+    forest.size[:] = size
+    return forest
+
+
+def _score(cost: F64, table: _Candidates) -> F64:
+    """The cost of every candidate of every stream, [B, C]."""
+    total = np.empty((len(cost), len(table.rank)))
+    above = np.zeros((len(cost), 1))
+    for d, (first, last, parent, rank) in enumerate(table.levels):
+        above = above.take(parent, axis=1)
+        above += cost[:, d].take(rank, axis=1)
+        total[:, first:last] = above
+    return total
+
+
+def _nth(total: F64, n: int) -> F64:
+    """The n-th lowest cost of each row, [B]; the largest number where fewer are finite, or no more than n there."""
+    limit = np.full(len(total), np.finfo(np.float64).max)
+    return np.fmin(limit, np.partition(total, n - 1, axis=1)[:, n - 1]) if n < total.shape[1] else limit
+
+
+def _grow_bounded(ids: I32, cost: F64, root: I32, budget: int, most: int) -> Forest | None:
+    """As `_grow_table`, for many candidates: level by level, and only below prefixes within a bound.
+
+    The bound of a stream is the cost of the last node among the candidates of a smaller tree: so many are at least as good. None
+    where more than `most` prefixes lie within, as where many are equal.
+    """
+    streams, depth, choices = cost.shape
+    few = _candidates(max(budget // 4, 16), depth, choices)
+    if few is None or len(few.rank) <= budget:
+        return None
+    limit = _nth(_score(cost, few), budget)
+    flat = np.ascontiguousarray(cost).reshape(-1, choices)
+    stream, total, path, node = np.arange(streams), np.zeros(streams), np.zeros(streams, np.int64), np.full(streams, -1)
+    levels: list[tuple[Array, ...]] = []
+    found = 0
+    for d in range(depth):
+        children = flat[stream * depth + d] + total[:, None]
+        alive = np.flatnonzero(children <= limit[stream][:, None])
+        above, rank = np.divmod(alive, choices)
+        stream, total = stream[above], children.ravel()[alive]
+        path = path[above] + (rank + 1) * (choices + 1) ** (depth - 1 - d)  # sorts as rank tuples do, a prefix before its extensions
+        levels.append((stream, total, path, node[above], rank, np.full(len(alive), d + 1)))
+        node = np.arange(found, found + len(alive))
+        found += len(alive)
+        if found > most:
+            return None
+    end = (np.zeros(1, np.int64), np.full(1, np.inf), np.zeros(1, np.int64), np.full(1, -1), np.zeros(1, np.int64), np.ones(1, np.int64))
+    of, total, path, parent, rank, level = (np.concatenate(parts) for parts in zip(*levels, end, strict=True))  # `found` is no node
+    order = np.argsort(of[:-1].astype(np.int16), kind="stable")
+    counts = np.bincount(of[:-1], minlength=streams)
+    size = np.minimum(counts, budget)
+    picked = np.full((streams, max(int(counts.max()), 1)), found)
+    picked[of[order], np.arange(found) - np.repeat(np.cumsum(counts) - counts, counts)] = order
+    ranking = np.lexsort((path[picked], total[picked]), axis=-1)[:, :budget]
+    picked = np.take_along_axis(picked, ranking, axis=1)
+    node_of = np.zeros(found + 1, np.int16)
+    node_of[picked] = np.arange(1, picked.shape[1] + 1, dtype=np.int16)
+    node_of[-1] = 0  # padding, and where parent -1 points
+    forest = _roots(root, picked.shape[1])
+    forest.parent[:, 1:] = node_of[parent[picked]]
+    forest.depth[:, 1:] = level[picked]
+    forest.token[:, 1:] = ids[np.arange(streams)[:, None], level[picked] - 1, rank[picked]]
+    forest.key[:, 1:] = -total[picked]
     forest.size[:] = size
     return forest
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from runtime.tree import chain_bits, forest_bits
+from runtime.bits import chain_bits, forest_bits
 from runtime.types import I32, DraftPlan, StepPlan
 
 

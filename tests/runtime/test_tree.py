@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from runtime import tree
-from runtime.tree import ancestor_bits, chain, chain_bits, check_tree, forest_bits, grow, grow_forest, random_tree
+from runtime.bits import ancestor_bits, chain_bits, forest_bits
+from runtime.tree import chain, check_tree, grow, grow_forest, random_tree
 from runtime.types import DraftLogits, DraftTree
 
 INF = np.inf
 
 
-@pytest.fixture(params=["table", "heap"])
+@pytest.fixture(params=["table", "bounded", "heap"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both ways to grow; the heap takes over where candidates are many."""
+    """All ways to grow; the others take over where candidates are many."""
     if request.param == "heap":
         monkeypatch.setattr(tree, "MAX_CANDIDATES", 0)
+    if request.param == "bounded":
+        monkeypatch.setattr(tree, "MANY_CANDIDATES", 0)
     tree._candidates.cache_clear()
     yield request.param
     tree._candidates.cache_clear()
@@ -85,6 +88,28 @@ def test_all_equal_log_probabilities(way: str) -> None:
     assert nodes_of(grow(logits, np.zeros(1, np.int32), 11)[0]) == brute_force(logits.ids[0], logits.logp[0], 11)
     certain = DraftLogits(logits.ids, np.zeros((1, 3, 4), np.float32))  # all keys 0: depth first, ranks rising
     assert nodes_of(grow(certain, np.zeros(1, np.int32), 4)[0]) == [(0, 0, 1), (4, 1, 2), (8, 2, 3), (9, 2, 3)]
+
+
+def test_a_bound_leaves_few_and_gives_up_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 streams of 64 nodes, with ties and holes, as by the table; all keys 0 would be 16^7 prefixes within any bound."""
+    rng, root, original = np.random.default_rng(3), np.zeros(64, np.int32), tree._nth
+    for step in (0.0, 0.25):
+        logits = draw_logits(rng, 64, 7, 16, step=step, holes=0.2)
+        bounded = grow_forest(logits, root, 64)
+        with monkeypatch.context() as patch:
+            patch.setattr(tree, "MANY_CANDIDATES", 1 << 40)
+            table = grow_forest(logits, root, 64)
+        live = np.arange(65) <= table.size[:, None]
+        for name in ("token", "parent", "depth", "key"):
+            np.testing.assert_array_equal(getattr(bounded, name)[live], getattr(table, name)[live])
+        np.testing.assert_array_equal(bounded.size, table.size)
+        with monkeypatch.context() as patch:  # mutation: a bound that 63 nodes meet, or fewer
+            patch.setattr(tree, "_nth", lambda total, n: original(total, n) * 0.999)
+            assert not np.array_equal(grow_forest(logits, root, 64).size, table.size)
+    cost = np.zeros((8, 7, 16))
+    assert tree._grow_bounded(np.zeros((8, 7, 16), np.int32), cost, root[:8], 64, 10_000) is None
+    certain = DraftLogits(np.tile(np.arange(16, dtype=np.int32), (8, 7, 1)), np.zeros((8, 7, 16), np.float32))
+    assert all(len(grown) == 65 for grown in grow(certain, root[:8], 64))
 
 
 @pytest.mark.parametrize(("budget", "depth", "choices"), [(16, 7, 16), (64, 7, 16), (33, 15, 8), (100, 3, 64)])
