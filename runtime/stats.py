@@ -170,6 +170,7 @@ class EngineStats:
         if self.trace is not None:
             end = time.perf_counter()
             args = {"number": self.steps, "M": bucket, "rows": rows, "streams": streams, "prompt": prompt, "tokens": self.generation_tokens}
+            args["host_us"] = round((step_s - flown_s) * 1e6, 1)  # while nothing was in flight
             self.trace.span("step", end - step_s, end, **args, **({"experts": round(experts, 2)} if experts else {}))
             self.trace.count("rows", end - step_s, rows=rows)
             if experts:

@@ -35,8 +35,12 @@ class EngineCollector(Collector):
             "accepted_tokens_per_rank", "Draft nodes accepted, by place among their siblings (0: the likeliest).", "rank", ranks
         )
         yield _labelled("stage_seconds", "Wall time of the engine's thread by stage of a step.", "stage", stats.stage_s)
+        exposed = "Of it, while neither a draft nor a step was in flight."
+        yield _labelled("stage_exposed_seconds", exposed, "stage", stats.exposed_s)
         yield _labelled("steps_by_bucket", "Steps by rows, rounded up to a power of two.", "rows", _by_power(stats.bucket_steps))
         yield _labelled("step_seconds_by_bucket", "Wall time of steps, likewise.", "rows", _by_power(stats.bucket_s))
+        exposed = "Of it, while nothing was in flight: what the host cost."
+        yield _labelled("step_exposed_seconds_by_bucket", exposed, "rows", _by_power(stats.bucket_exposed_s))
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -81,6 +85,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("step_experts", "Distinct experts that a layer hit, summed over the steps that counted them.", stats.experts_sum),
         ("experts_counted_steps", "The steps that counted them.", stats.experts_steps),
         ("callback_errors", "Deliveries that raised.", stats.callback_errors),
+        ("flight_seconds", "Time that drafts and steps were in flight.", stats.flown_s),
+        ("late_flights", "Of these, done before the host came to wait: not in flight_seconds.", stats.late_flights),
     ):
         yield CounterMetricFamily(name, text, value)
 

@@ -40,7 +40,10 @@ def _engine_line(now: EngineStats, before: EngineStats, seconds: float) -> str:
         spent_ms = 1e3 * (sum(now.bucket_s.values()) - sum(before.bucket_s.values()))
         buckets = by_power({rows: count - before.bucket_steps[rows] for rows, count in now.bucket_steps.items()})
         shown = " ".join(f"{rows}×{count:.0f}" for rows, count in buckets.items() if count)
+        exposed_ms = 1e3 * (sum(now.bucket_exposed_s.values()) - sum(before.bucket_exposed_s.values()))
         line += f", Steps: {steps / seconds:.1f}/s of {spent_ms / steps:.1f} ms"
+        if spent_ms > 0:
+            line += f" (host {100 * exposed_ms / spent_ms:.1f}%)"
         line += f", Rows a step: {(now.rows - before.rows) / steps:.1f} (M {shown})" + _experts(now, before)
     for name, word in (("preemptions", "Preempted"), ("corrupted_requests", "Corrupted"), ("rejected", "Refused")):
         if getattr(now, name) > getattr(before, name):
