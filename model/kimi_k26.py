@@ -16,6 +16,7 @@ from typing import Any
 from model.pack_w4 import w4_source
 from model.rope import Rope
 from model.stages import Passing, Report, Stage
+from runtime.chunks import ChunkShape
 from runtime.source import Source, one_late, stack
 from runtime.types import Array, StepPlan
 
@@ -288,8 +289,9 @@ def forward(
         ops.embed(plan.token, w.embed, w.first, out=x)
         comm.all_reduce(x)
     ops.rms_norm(x, w.layers[0].input_norm, c.eps, out=h)
+    rest = _split_chunks(ops, c, plan, w.layers[0].w_uk.shape[0], page_size)
     for i, layer in enumerate(w.layers):
-        _attention(ops, c, layer, w.cos_sin, h, plan, cache[i], page_size, out=delta)
+        _attention(ops, c, layer, w.cos_sin, h, plan, rest, cache[i], page_size, out=delta)
         comm.all_reduce_norm(ops, x, delta, layer.post_norm, c.eps, out=h)
         if isinstance(layer.mlp, Moe):
             _experts(ops, c, layer.mlp, h, out=delta)
@@ -304,9 +306,22 @@ def forward(
     return own_logits(ops, w, h, plan.out_rows), passing.taps
 
 
+def _split_chunks(ops: Any, c: Config, plan: StepPlan, heads: int, page_size: int) -> Array | None:
+    """plan.seq with -1 for the rows of long chunks, whose keys are expanded; None where the backend attends all rows absorbed."""
+    m, longest = len(plan.token), plan.pages.shape[1] * page_size
+    shape = ChunkShape(m, heads, c.latent, c.rope_dim, c.nope, c.value, longest, page_size)
+    room = ops.chunk_room(shape)
+    if not room:
+        return None
+    rest: Array = ops.buffer("rest", (m,), "i32")
+    ops.split_chunks(plan.seq, plan.pos, plan.ctx, plan.row0, shape.least, room, rest=rest)
+    return rest
+
+
 def _attention(
-    ops: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan: StepPlan, cache: Array, page_size: int, *, out: Array
-) -> None:
+    ops: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan: StepPlan, rest: Array | None, cache: Array, page_size: int, *,
+    out: Array,
+) -> None:  # fmt: skip
     m, heads = h.shape[0], layer.w_uk.shape[0]
     qkv_a = ops.buffer("qkv_a", (m, c.q_rank + c.cache_width))
     q_latent = ops.buffer("q_latent", (m, c.q_rank))
@@ -320,20 +335,13 @@ def _attention(
     ops.linear(q_latent, layer.q_b, out=q)
     ops.mla_query(q, layer.w_uk, plan.pos, cos_sin, out=absorbed)
     ops.tree_mla(
-        absorbed,
-        cache,
-        plan.pages,
-        page_size,
-        plan.ctx,
-        plan.row0,
-        plan.seq,
-        plan.pos,
-        plan.slot,
-        plan.ancestors,
-        c.softmax_scale,
-        out=mixed,
-    )
+        absorbed, cache, plan.pages, page_size, plan.ctx, plan.row0, plan.seq if rest is None else rest, plan.pos, plan.slot,
+        plan.ancestors, c.softmax_scale, out=mixed,
+    )  # fmt: skip
     ops.mla_value(mixed, layer.w_uv, out=value)
+    if rest is not None:
+        given = (plan.pages, page_size, plan.ctx, plan.row0, plan.seq, rest, c.softmax_scale)
+        ops.chunk_attention(q, absorbed, cache, layer.w_uk, layer.w_uv, *given, value)
     ops.linear(value, layer.o, out=out)
 
 

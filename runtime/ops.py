@@ -83,6 +83,17 @@ def _tree_mla_cost(s: Symbols) -> Cost:
     return Cost(2.0 * s["A"] * row_keys * (latent + s["L"]), BF16 * (keys * latent + io * latent), BF16 * io * s["L"])
 
 
+def _chunk_attention_cost(s: Symbols) -> Cost:
+    """All rows in chunks unless `chunk_rows` says how many are, of `row_keys` keys in all: each key is expanded once for every head."""
+    rows = s.get("chunk_rows", s["M"])
+    share = rows / s["M"]
+    keys, row_keys = share * s["keys"], share * s.get("row_keys", s["keys"] * s["M"] / max(s["B"], 1.0))
+    query, wide = s["N"] + s["R"], s["N"] + s["U"]
+    flops = 2.0 * s["A"] * (keys * s["L"] * wide + row_keys * (query + s["U"]))
+    read = keys * (s["L"] + s["R"]) + (s["A"] * s["L"] * wide if rows else 0.0) + rows * s["A"] * query
+    return Cost(flops, BF16 * read, BF16 * rows * s["A"] * s["U"])
+
+
 def _block_attention_cost(s: Symbols) -> Cost:
     keys = s["keys"] + s["M"]
     row_keys = s["M"] * keys / max(s["B"], 1.0)
@@ -164,6 +175,27 @@ _ENTRIES = (
         _tree_mla_cost,
         ACCUMULATED,
         "MLA, arXiv 2405.04434; online softmax, arXiv 2205.14135; tree mask, arXiv 2604.12989",
+    ),
+    Op(
+        "split_chunks",
+        "seq: [M] i32, pos: [M] i32, ctx: [B] i32, row0: [B] i32, least: int, room: int -> rest: [M] i32",
+        "rest = seq, but -1 for the rows of long chunks, which chunk_attention attends: sequences of `least` rows or more in a chain"
+        " (row j at position ctx + j), in order, as long as their keys, rounded up to 128 each, fit `room`.",
+        lambda s: Cost(0.0, I32_ * (2.0 * s["M"] + 2.0 * s["B"]), I32_ * s["M"]),
+        EXACT,
+        "-",
+    ),
+    Op(
+        "chunk_attention",
+        "q: [M, A*(N+R)] bf16, absorbed: [M, A, L+R] bf16, cache: [S, L+R] bf16, w_uk: [A, L, N] bf16, w_uv: [A, U, L] bf16,"
+        " pages: [B, P] i32, page_size: int, ctx: [B] i32, row0: [B] i32, seq: [M] i32, rest: [M] i32, scale: float,"
+        " value: inout [M, A*U] bf16 ->",
+        "Un-absorbed attention of the rows that split_chunks took (rest -1, seq not), over all keys up to their own: keys"
+        " [latent w_uk | rotated key] and values latent w_uv of every head, rounded as the cache is; queries [q_nope | rotated part of"
+        " `absorbed`]. Other rows of value stay. Softmax in float32.",
+        _chunk_attention_cost,
+        ACCUMULATED,
+        "MLA, arXiv 2405.04434 section 2.1; online softmax, arXiv 2205.14135",
     ),
     Op(
         "mla_value",

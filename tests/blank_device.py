@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from runtime.kernels_cu import linear_stream, tree_mla
+from runtime.kernels_cu import chunk_attention, linear_stream, tree_mla
 from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.linear_lt import Product
@@ -47,7 +47,7 @@ class BlankDevice:
 
 def without_driver(monkeypatch: Any) -> None:
     """Tensor maps are the driver's; here they are empty."""
-    for family in (linear_stream, tree_mla):
+    for family in (chunk_attention, linear_stream, tree_mla):
         monkeypatch.setattr(family, "tensor_map", lambda *_: (ctypes.c_char * 128)())
 
 

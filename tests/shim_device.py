@@ -56,6 +56,17 @@ class Shim:
         return self._built[key]
 
 
+class ShimMap(ctypes.Structure):
+    """The shim's TensorMap, prim/hopper.cuh."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "box_rows", "columns", "row_bytes"))]
+
+
+def shim_map(at: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> ShimMap:
+    """As `_tensor_map.tensor_map`, without a driver."""
+    return ShimMap(at, rows, box_rows, columns, row_bytes)
+
+
 @dataclass(frozen=True)
 class ShimLaunch:
     """A call of a library's entry; keep: owners of the memory."""

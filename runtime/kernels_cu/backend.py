@@ -11,7 +11,7 @@ recording leaves (taps) another reads. Rows that are dead may hold anything, NaN
 
 from __future__ import annotations
 
-from runtime.kernels_cu import record_attention, record_draft, record_linear, record_moe, record_rows
+from runtime.kernels_cu import record_attention, record_chunks, record_draft, record_linear, record_moe, record_rows
 from runtime.kernels_cu.recorder import Recorder
 
 
@@ -33,6 +33,8 @@ class CudaBackend(Recorder):
     mla_query = record_linear.mla_query
     mla_value = record_linear.mla_value
     tree_mla = record_attention.tree_mla
+    split_chunks = record_chunks.split_chunks
+    chunk_attention = record_chunks.chunk_attention
     route = record_moe.route
     moe_w4 = record_moe.moe_w4
     sample = record_draft.sample

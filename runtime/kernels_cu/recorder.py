@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from runtime.chunks import ChunkShape
 from runtime.cost import ZERO_COST, Cost
 from runtime.hw import HARDWARE, Hardware
 from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.arena import Arena
 from runtime.kernels_cu.array import NUMPY, DeviceArray, dtype_name
+from runtime.kernels_cu.chunk_attention import room_for
 from runtime.kernels_cu.device import Device, Runnable
 from runtime.kernels_cu.plan_io import MOST_UNIONS
 from runtime.kernels_cu.residency import Loader
@@ -86,6 +88,15 @@ class Routing:
     weight: DeviceArray
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The rows that a recording attends un-absorbed: address of their marks, keys that there is room for, addresses of the lists."""
+
+    rest: int
+    room: int
+    lists: Mapping[str, int]
+
+
 class Recorder:
     """Memory and the list of launches. invariant: one configuration of every op whatever the bucket, so that a row's bits are
     the same in all of them."""
@@ -104,6 +115,7 @@ class Recorder:
         self.live = Live()
         self.routing: Routing | None = None  # between a route and its moe_w4
         self.planned: tuple[Any, ...] | None = None  # the attention plan that this recording holds
+        self.chunks: Chunks | None = None  # once split_chunks is recorded
         self.paths: PathPages | None = None  # of draft trees, and where they lie; None: trees keep their keys at node positions
         self.path_slots = DeviceArray(0, (0, 0), "bf16")
         self._alive: DeviceArray | None = None
@@ -166,6 +178,10 @@ class Recorder:
         """The buffer of that name, viewed in `shape`; contents undefined."""
         return self.arena.buffer(name, tuple(shape), dtype)
 
+    def chunk_room(self, shape: ChunkShape) -> int:
+        """Keys that a step of that shape has room to expand for chunk_attention; 0: all its rows are attended absorbed."""
+        return 0 if self.invariant else room_for(shape, self.device.arch)
+
     def seal(self) -> None:
         """No buffer grows from now on."""
         self.arena.seal()
@@ -202,14 +218,14 @@ class Recorder:
         self.settle()
         self.recorded, self._alive, self.live = [], alive, live or Live()
         self.unions, self._recorded_layers = [], 0
-        self.routing = self.planned = None
+        self.routing = self.planned = self.chunks = None
         try:
             yield self.recorded
             if self.routing is not None:
                 raise RuntimeError("route was recorded without the moe_w4 that makes its choices")
         finally:
             self._alive, self.live = None, Live()
-            self.routing = self.planned = None
+            self.routing = self.planned = self.chunks = None
 
     def alive(self, rows: int) -> int:
         """The address of the dead rows' marks for an op over that many rows of the bucket; 0: none is dead."""

@@ -14,7 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from runtime.kernels_np import dense, draft, mla, moe, sample
+from runtime.chunks import ChunkShape
+from runtime.kernels_np import chunks, dense, draft, mla, moe, sample
 from runtime.source import Source, W4Source
 from runtime.types import F32, I32, Array
 from runtime.w4 import W4
@@ -41,6 +42,8 @@ class NumpyBackend:
     mla_query = staticmethod(mla.mla_query)
     tree_mla = staticmethod(mla.tree_mla)
     mla_value = staticmethod(mla.mla_value)
+    split_chunks = staticmethod(chunks.split_chunks)
+    chunk_attention = staticmethod(chunks.chunk_attention)
     route = staticmethod(moe.route)
     sample = staticmethod(sample.sample)
     head_norm_rope = staticmethod(draft.head_norm_rope)
@@ -87,6 +90,10 @@ class NumpyBackend:
             held = np.empty(max(count, 1), self._storage[dtype])
             self._buffers[name] = held
         return held[:count].reshape(shape)
+
+    def chunk_room(self, shape: ChunkShape) -> int:
+        """0: all rows are attended absorbed, so that a row's bits do not depend on its chunk's length."""
+        return 0
 
     def host(self, array: Array) -> Array:
         """A result on the host, safe from the next step."""

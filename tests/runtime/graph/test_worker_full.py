@@ -58,4 +58,4 @@ def test_everything_records(monkeypatch, name, invariant):
     assert counts["step 1024 out 64"] == counts["step 1024 out 1024"]
     taps = {p.arrays["taps"].address for p in worker.programs() if p.kind == "step"}
     assert len(taps) == 1, "the drafter finds every step's taps at one place"
-    assert worker.backend.arena.nbytes < (5.5 if invariant else 3.0) * 1e9
+    assert worker.backend.arena.nbytes < (5.5 if invariant else 3.0 + 4.4) * 1e9  # 4.3 GB of expanded keys of long chunks

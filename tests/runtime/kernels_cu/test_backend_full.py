@@ -93,7 +93,7 @@ def no_driver(monkeypatch):
     without_driver(monkeypatch)
 
 
-@pytest.mark.parametrize(("tp", "most_gb"), [(1, 2.5), (8, 1.0)])
+@pytest.mark.parametrize(("tp", "most_gb"), [(1, 2.5 + 4.4), (8, 1.0 + 1.1)])  # and expanded keys of long chunks
 @pytest.mark.parametrize("invariant", [False, True])
 def test_all_buckets_record_within_memory(tp, most_gb, invariant):
     """Activations, logits and scratch of every bucket: far less than an H200 has beside weights and caches."""

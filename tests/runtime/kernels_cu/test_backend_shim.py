@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from model.tiny import make_tiny
+from runtime.kernels_cu import chunk_attention
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.recorder import Recorder
 from runtime.ops import OPS
 from tests.compare import check_bitwise
 from tests.device_plans import poison
 from tests.plans import make_plan, page_table
-from tests.shim_device import ShimDevice
+from tests.shim_device import ShimDevice, shim_map
 from tests.twin import TREE, Twin, check_story, story
 
 SIZES = {
@@ -52,7 +53,35 @@ def test_the_model_is_the_definitions(make, invariant):
     assert twin.ops.arena.nbytes and twin.ops.weight_bytes
 
 
-@pytest.mark.parametrize("name", sorted(OPS))
+@pytest.fixture
+def expanding(monkeypatch):
+    """The shim takes long chunks in the un-absorbed form, as Hopper does."""
+    monkeypatch.setattr(chunk_attention, "ARCH", ShimDevice.arch)
+    monkeypatch.setattr(chunk_attention, "tensor_map", shim_map)
+
+
+CHUNKED = {"buckets": (192, 16, 4), "chunk": 172}  # a row more than `ChunkShape.least`
+
+
+@pytest.mark.parametrize("dropped", ["", "split_chunks", "chunk_attention"])
+def test_a_long_chunk_is_the_definitions(make, expanding, dropped):
+    """Un-absorbed here, absorbed there; and both ops take part, and matter."""
+    twin = make(positions=224, pages=29, dropped=(dropped,))
+    if dropped:
+        with pytest.raises(AssertionError):
+            check_story(twin, VOCAB, **CHUNKED)
+    else:
+        check_story(twin, VOCAB, **CHUNKED)
+        assert "chunk_attention.k" in twin.ops.arena.held
+
+
+def test_short_buckets_and_invariant_ones_expand_nothing(make, expanding):
+    for twin, options in ((make(), {}), (make(positions=224, pages=29, invariant=True), CHUNKED)):
+        check_story(twin, VOCAB, **options)
+        assert "chunk_attention.k" not in twin.ops.arena.held
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) - {"split_chunks", "chunk_attention"}))
 def test_mutation_an_op_without_its_last_launch_shows(make, name):
     """Every op of the vocabulary takes part, and matters."""
     twin = make(dropped=(name,))

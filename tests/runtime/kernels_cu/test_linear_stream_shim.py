@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from functools import partial
 
@@ -18,19 +17,10 @@ from runtime.ops import OPS
 from tests.mutants import mutant
 from tests.runtime.kernels_cu.linear_cases import check_absorbing, check_product, check_row_bits, check_values
 from tests.shim_calls import address, bf16, poisoned, random_bf16, run_call
+from tests.shim_device import shim_map
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 H200 = HARDWARE["h200"]
-
-
-class ShimMap(ctypes.Structure):
-    """The shim's TensorMap, prim/hopper.cuh."""
-
-    _fields_ = [("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "box_rows", "columns", "row_bytes"))]
-
-
-def shim_map(at: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> ShimMap:
-    return ShimMap(at, rows, box_rows, columns, row_bytes)
 
 
 def run(get, config: Config, dims: Dims, w, x, out, seq=None, times: int = 1) -> None:

@@ -1,0 +1,5 @@
+// Entry point for ctypes: long chunks under the shim.
+#include "chunk_attention.cu"
+#include "launch.h"
+
+KCPU_ENTRY(chunk_attention)
