@@ -26,6 +26,32 @@ def explicit_attention(
     return np.einsum("mas,sau->mau", p / p.sum(-1, keepdims=True), values)
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_chunk_is_the_same_in_either_form(drop: bool) -> None:
+    """Un-absorbed equals absorbed in float32; without its last key the last row differs."""
+    rng = np.random.default_rng(4)
+    heads, nope, rope, latent, value, ctx, rows, page = 2, 8, 4, 16, 6, 21, 11, 16
+    pages = page_table(1, 3, rng)
+    plan = make_plan([[0] * rows], [list(range(-1, rows - 1))], [ctx], pages, page)
+    make = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    q, cache, w_uk, w_uv = make(rows, heads * (nope + rope)), make(64, latent + rope), make(heads, latent, nope), make(heads, value, latent)
+    absorbed, mixed = np.zeros((rows, heads, latent + rope), np.float32), np.zeros((rows, heads, latent), np.float32)
+    want, got = np.zeros((2, rows, heads * value), np.float32)
+    ops, cos_sin = NumpyBackend(), make(64, rope)
+    ops.mla_query(q, w_uk, plan.pos, cos_sin, out=absorbed)
+    where = (pages, page, plan.ctx, plan.row0, plan.seq)
+    ops.tree_mla(absorbed, cache, *where, plan.pos, plan.slot, plan.ancestors, 0.3, out=mixed)
+    ops.mla_value(mixed, w_uv, out=want)
+    rest = np.zeros(rows, np.int32)
+    ops.split_chunks(plan.seq, plan.pos, plan.ctx, plan.row0, rows, 128, rest=rest)
+    assert (rest == -1).all()
+    if drop:
+        cache[plan.slot[-1]] = 0
+    ops.chunk_attention(q, absorbed, cache, w_uk, w_uv, *where, rest, 0.3, got)
+    error = np.abs(got - want).max(1)
+    assert error[:-1].max() < 1e-4 and (error[-1] > 1e-2) == drop
+
+
 def attention_world(seed: int, ctx: int, nodes: int, drop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Absorbed and explicit attention of a random tree after ctx tokens; drop removes one ancestor bit of the last row."""
     rng = np.random.default_rng(seed)
