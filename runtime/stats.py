@@ -169,8 +169,9 @@ class EngineStats:
         self.step_ms_ema += weight * (step_s * 1e3 - self.step_ms_ema)
         if self.trace is not None:
             end = time.perf_counter()
-            args = {"number": self.steps, "M": bucket, "rows": rows, "streams": streams, "prompt": prompt, "tokens": self.generation_tokens}
-            args["host_us"] = round((step_s - flown_s) * 1e6, 1)  # while nothing was in flight
+            host_us = round((step_s - flown_s) * 1e6, 1)  # while nothing was in flight
+            args: dict[str, float] = {"number": self.steps, "M": bucket, "rows": rows, "streams": streams, "prompt": prompt}
+            args |= {"tokens": self.generation_tokens, "host_us": host_us}
             self.trace.span("step", end - step_s, end, **args, **({"experts": round(experts, 2)} if experts else {}))
             self.trace.count("rows", end - step_s, rows=rows)
             if experts:
