@@ -19,12 +19,16 @@ from typing import Any
 from model import dflash, kimi_k26
 from model.kimi_k26 import Config
 from model.stages import Stage, stages_of
+from runtime.chunks import TILE, ChunkShape
 from runtime.cost import Cost
 from runtime.hw import Hardware
 from runtime.null import Call, Collective, ShapeOnly, call_cost
 from runtime.shape_model import shape_weights, walk_draft, walk_step
 
 NET_BPS, NET_US = 50e9, 10.0  # a 400 Gb/s adapter for each GPU; an assumption
+
+
+HOPPER = ("h100", "h200")  # whose kernels attend long chunks un-absorbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class RankMemory:
     tp: int
     weights: Mapping[str, int]
     kv_token_bytes: int
+    chunk_bytes: int  # expanded keys of long chunks, set aside on Hopper
     stage: int = 0
 
     @property
@@ -85,7 +90,7 @@ class RankMemory:
 
     def tokens_that_fit(self, hw: Hardware, utilisation: float = 0.9) -> int:
         """Tokens of context that the rest of `utilisation` of the device's memory holds; 0 if the weights alone do not fit."""
-        free = hw.memory_bytes * utilisation - self.weight_bytes
+        free = hw.memory_bytes * utilisation - self.weight_bytes - (self.chunk_bytes if hw.name in HOPPER else 0)
         return max(0, int(free // self.kv_token_bytes))
 
 
@@ -123,7 +128,8 @@ def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None, st
         drafter = drafter.part(tp)
         kinds["drafter"] = sum(ShapeOnly(shape, dtype).nbytes for shape, dtype in dflash.tensors(drafter).values())
         token_bytes += drafter.layers * 2 * ShapeOnly((drafter.kv_heads, drafter.head_dim), "bf16").nbytes
-    return RankMemory(tp, dict(kinds), token_bytes)
+    chunks = ChunkShape(1, c.heads // tp, c.latent, c.rope_dim, c.nope, c.value, c.max_positions, TILE)
+    return RankMemory(tp, dict(kinds), token_bytes, chunks.room * chunks.key_bytes)
 
 
 def _nbytes(*arrays: Any) -> int:

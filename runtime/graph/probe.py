@@ -46,9 +46,9 @@ class Probe:
         return DraftPlan(root, np.full(streams, self.ctx, np.int32), self.pages(streams, self.ctx + 1), tap, tap, slots.astype(np.int32))
 
     def known(self, rows: int) -> dict[str, float]:
-        """What a step's costs need beyond shapes: keys over the batch, keys over all rows."""
+        """What a step's costs need beyond shapes: keys over the batch, keys over all rows. All rows are priced as attended absorbed."""
         streams = min(self.streams, rows)
-        return {"keys": streams * self.ctx + rows, "row_keys": rows * self.ctx + rows * (rows / streams + 1) / 2}
+        return {"keys": streams * self.ctx + rows, "row_keys": rows * self.ctx + rows * (rows / streams + 1) / 2, "chunk_rows": 0.0}
 
 
 def chains(counts: I32, ctx: I32, token: I32, pages: I32, page_size: int, out_rows: I32) -> StepPlan:

@@ -79,10 +79,11 @@ def test_memory_is_the_checkpoints_tensors(k26: kimi_k26.Config) -> None:
 def test_tokens_that_fit(k26: kimi_k26.Config, drafter: dflash.Config) -> None:
     assert memory_per_rank(k26, 1).tokens_that_fit(H200) == 0
     alone, both = memory_per_rank(k26, 8), memory_per_rank(k26, 8, drafter)
-    assert alone.tokens_that_fit(H200, 0.9) == int((0.9 * 150.1e9 - alone.weight_bytes) // 70_272)
+    assert alone.chunk_bytes == 1 << 30, "262,144 keys of 8 heads, expanded"
+    assert alone.tokens_that_fit(H200, 0.9) == int((0.9 * 150.1e9 - alone.weight_bytes - (1 << 30)) // 70_272)
     assert memory_per_rank(k26, 1, drafter).weights["drafter"] / 2**30 == pytest.approx(6.48, abs=0.01)
     assert both.kv_token_bytes == 70_272 + 24_576 // 8 and memory_per_rank(k26, 1, drafter).kv_token_bytes == 70_272 + 24_576
-    assert both.tokens_that_fit(H200, 0.9) == int((0.9 * 150.1e9 - both.weight_bytes) // (70_272 + 3072))
+    assert both.tokens_that_fit(H200, 0.9) == int((0.9 * 150.1e9 - both.weight_bytes - (1 << 30)) // (70_272 + 3072))
 
 
 # Rows -> distinct experts, GB read by a TP8 rank, ms at 4.54 TB/s: weights alone, computed by hand.

@@ -65,4 +65,4 @@ def test_a_probes_drafts_and_keys():
     probe = Probe(streams=4, ctx=10, vocab=99, num_pages=9, page_size=16)
     plan = probe.draft(2, 3)
     assert plan.pos.tolist() == [10, 10] and plan.pages.shape == (2, 1) and plan.tap_rows.tolist() == [0, 1, 2]
-    assert probe.known(8) == {"keys": 48, "row_keys": 8 * 10 + 4 * 3}
+    assert probe.known(8) == {"keys": 48, "row_keys": 8 * 10 + 4 * 3, "chunk_rows": 0.0}
