@@ -62,10 +62,10 @@ import sys, time
 sys.path.insert(0, {root!r})
 import runtime.cycle, tools.serve
 run = runtime.cycle.Cycle.run
-def broken(self):
+def broken(self, meanwhile):
     if self._stats.steps == 10:
         {fault}
-    return run(self)
+    return run(self, meanwhile)
 runtime.cycle.Cycle.run = broken
 sys.exit(tools.serve.main({argv!r}))
 """
