@@ -27,7 +27,6 @@ from runtime.shape_model import shape_weights, walk_draft, walk_step
 
 NET_BPS, NET_US = 50e9, 10.0  # a 400 Gb/s adapter for each GPU; an assumption
 
-
 HOPPER = ("h100", "h200")  # whose kernels attend long chunks un-absorbed
 
 
