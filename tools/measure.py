@@ -58,6 +58,8 @@ STEPS = (
     Step("attention", "mla_h200", 90, ("tools/bench_mla.py",), (f"{KERNELS}/tree_mla.cu", f"{KERNELS}/tree_mla_rows.cu")),
     Step("prefill", "prefill_h200", 60, ("tools/bench_prefill.py",), (f"{KERNELS}/chunk_attention.cu", f"{KERNELS}/chunk_expand.cu")),
     Step("step", "step_h200", 100, ("tools/bench_step.py", "--ops"), (KERNELS, "runtime/graph", "model/kimi_k26.py")),
+    Step("host", "host_h200", 45, ("tools/bench_host.py", "demo"), ("runtime",)),
+    Step("host8", "host_h200", 90, ("tools/bench_host.py", *k26(8), *DRAFTER), ("runtime",)),
     Step("load", "load_h200", 45, ("tools/bench_load.py", "--folder", "/tmp/k26"), (f"{KERNELS}/readers.py", f"{KERNELS}/residency.py")),
     Step("invariance", "invariance_h200", 60, ("tools/bench_invariance.py",), (KERNELS,)),
     Step(
