@@ -64,7 +64,8 @@ class Shard:
 
     def sample(self, ops: Any, logits: Any, drawing: Sequence[Any], **outputs: Any) -> None:
         """Of the rank's own tokens. Masks reach over the whole vocabulary and are left out."""
-        ops.sample(logits, *drawing[:-1], drawing[-1][:0], **outputs)
+        *own, mask_rows, masks = drawing
+        ops.sample(logits, *own, mask_rows[:0], masks[:0], **outputs)
 
 
 @dataclass(frozen=True, slots=True)
