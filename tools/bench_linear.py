@@ -334,9 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(s.name for s in kimi_shapes()))
     parser.add_argument("--shapes", default=",".join(names), help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument(
-        "--tp", default="1,8", help="tensor-parallel sizes whose shards are timed, of 1, 2 (qkv_a alone) and 8 (default 1,8)"
-    )
+    parser.add_argument("--tp", default="1,8", help="tensor-parallel sizes of the shards: 1, 2 (qkv_a alone), 8 (default 1,8)")
     parser.add_argument("--m", default=",".join(map(str, ROWS)), help="row counts, comma-separated")
     parser.add_argument("--kernels", default="skinny,stream", help="of skinny, stream (default: both), beside cuBLASLt")
     parser.add_argument("--tune", action="store_true", help="time every candidate of the kernels first and write the best into --tuned")
