@@ -17,7 +17,7 @@ from model.pack_w4 import w4_source
 from model.rope import Rope
 from model.stages import Passing, Report, Stage
 from runtime.chunks import ChunkShape
-from runtime.source import Source, one_late, stack
+from runtime.source import Source, cut_stacked, one_late, stack
 from runtime.types import Array, StepPlan
 
 # transformers builds q_a_layernorm and kv_a_layernorm with their default epsilon, whatever rms_norm_eps
@@ -50,6 +50,7 @@ class Config:
     vocab: int
     max_positions: int
     rope: Rope
+    cut_latent: bool = False  # q_a and kv_a cut over ranks, their products gathered; no key of config.json: what is faster decides
 
     @property
     def cache_width(self) -> int:
@@ -77,26 +78,16 @@ class Config:
                 raise ValueError(f"{where}: {key} is {text[key]!r}; this model file implements {value!r} only")
         try:
             return Config(
-                layers=int(text["num_hidden_layers"]),
-                dense_layers=int(text["first_k_dense_replace"]),
-                hidden=int(text["hidden_size"]),
-                heads=int(text["num_attention_heads"]),
-                q_rank=int(text["q_lora_rank"]),
-                latent=int(text["kv_lora_rank"]),
-                nope=int(text["qk_nope_head_dim"]),
-                rope_dim=int(text["qk_rope_head_dim"]),
-                value=int(text["v_head_dim"]),
-                dense_width=int(text["intermediate_size"]),
-                experts=int(text["n_routed_experts"]),
-                top_k=int(text["num_experts_per_tok"]),
-                expert_width=int(text["moe_intermediate_size"]),
-                shared_experts=int(text["n_shared_experts"]),
-                routed_scale=float(text["routed_scaling_factor"]),
-                eps=float(text["rms_norm_eps"]),
-                vocab=int(text["vocab_size"]),
-                max_positions=int(text["max_position_embeddings"]),
+                layers=int(text["num_hidden_layers"]), dense_layers=int(text["first_k_dense_replace"]),
+                hidden=int(text["hidden_size"]), heads=int(text["num_attention_heads"]), q_rank=int(text["q_lora_rank"]),
+                latent=int(text["kv_lora_rank"]), nope=int(text["qk_nope_head_dim"]), rope_dim=int(text["qk_rope_head_dim"]),
+                value=int(text["v_head_dim"]), dense_width=int(text["intermediate_size"]),
+                experts=int(text["n_routed_experts"]), top_k=int(text["num_experts_per_tok"]),
+                expert_width=int(text["moe_intermediate_size"]), shared_experts=int(text["n_shared_experts"]),
+                routed_scale=float(text["routed_scaling_factor"]), eps=float(text["rms_norm_eps"]),
+                vocab=int(text["vocab_size"]), max_positions=int(text["max_position_embeddings"]),
                 rope=Rope.from_json(text, where),
-            )
+            )  # fmt: skip
         except (KeyError, TypeError) as missing:
             raise ValueError(f"{where}: key {missing} is missing or null") from None
 
@@ -107,12 +98,13 @@ class Config:
             raise ValueError(
                 f"tensor_parallel_size {tp} does not divide this model; legal: {', '.join(map(str, legal))} "
                 f"(heads {self.heads}, dense width {self.dense_width}, expert width {self.expert_width} in groups of 32, "
-                f"vocabulary {self.vocab})"
+                f"vocabulary {self.vocab}{f', q_a and kv_a {self.q_rank + self.cache_width}' if self.cut_latent else ''})"
             )
 
     def _divides(self, tp: int) -> bool:
         parts = (self.heads, self.dense_width, self.expert_width, self.vocab)
-        return all(p % tp == 0 for p in parts) and (self.expert_width // tp) % 32 == 0
+        latent = not self.cut_latent or (self.q_rank + self.cache_width) % tp == 0
+        return latent and all(p % tp == 0 for p in parts) and (self.expert_width // tp) % 32 == 0
 
 
 def tensors(c: Config) -> Spec:
@@ -176,7 +168,7 @@ class Moe:
 @dataclass(frozen=True, slots=True)
 class Layer:
     input_norm: Array  # [H]
-    qkv_a: Array  # [Q+L+R, H]: q_a over kv_a, one product
+    qkv_a: Array  # [Q+L+R, H]: q_a over kv_a, one product; a rank's part of the rows if cut_latent
     q_norm: Array  # [Q]
     kv_norm: Array  # [L]
     q_b: Array  # [A*(N+R), Q]
@@ -205,8 +197,8 @@ def load(
 ) -> Weights:
     """Hands this rank's slices of a `model.weights.Checkpoint` or `model.dummy.DummyCheckpoint` to the backend.
 
-    Cuts: heads, widths and vocabulary; the latent path is replicated. A backend may still be fetching when this returns.
-    stage: which layers; None: all.
+    Cuts: heads, widths and vocabulary; the latent path is replicated, but for q_a and kv_a if c.cut_latent. A backend may still be
+    fetching when this returns. stage: which layers; None: all.
     """
     stage = stage or Stage(0, c.layers)
     c.check_tp(tp)
@@ -234,13 +226,18 @@ def load(
             backend.param_w4(w4_source([(ckpt.triple(f"{n}down_proj", None, cut),) for n in names])),
         )
 
+    def latent(a: str) -> Source:  # q_a over kv_a, or this rank's rows of the two
+        names, sizes = ("q_a_proj", "kv_a_proj_with_mqa"), (c.q_rank, c.cache_width)
+        rows = part(sum(sizes)) if c.cut_latent else slice(0, sum(sizes))
+        return stack(*(get(f"{a}{names[i]}", own) for i, own in cut_stacked(rows, sizes)))
+
     def layer(i: int) -> Callable[[], Layer]:
         """Names what a backend fetches alone; returns what reads and turns kv_b here, and makes the layer."""
         p, heads = f"model.layers.{i}.", c.heads // tp
         a = f"{p}self_attn."
         fetched = {
             "input_norm": backend.param(get(f"{p}input_layernorm")),
-            "qkv_a": backend.param(stack(get(f"{a}q_a_proj"), get(f"{a}kv_a_proj_with_mqa"))),
+            "qkv_a": backend.param(latent(a)),
             "q_norm": backend.param(get(f"{a}q_a_layernorm")),
             "kv_norm": backend.param(get(f"{a}kv_a_layernorm")),
             "q_b": backend.param(get(f"{a}q_b_proj", part(c.heads * (c.nope + c.rope_dim)))),
@@ -251,9 +248,8 @@ def load(
 
         def finish() -> Layer:
             kv_b = get(f"{a}kv_b_proj", part(c.heads * (c.nope + c.value))).read().reshape(heads, c.nope + c.value, c.latent)
-            w_uk, w_uv = kv_b[:, : c.nope].transpose(0, 2, 1), kv_b[:, c.nope :]
             progress(f"layer {i}")
-            return Layer(w_uk=backend.param(w_uk), w_uv=backend.param(w_uv), **fetched)
+            return Layer(w_uk=backend.param(kv_b[:, : c.nope].transpose(0, 2, 1)), w_uv=backend.param(kv_b[:, c.nope :]), **fetched)
 
         return finish
 
@@ -291,7 +287,7 @@ def forward(
     ops.rms_norm(x, w.layers[0].input_norm, c.eps, out=h)
     rest = _split_chunks(ops, c, plan, w.layers[0].w_uk.shape[0], page_size)
     for i, layer in enumerate(w.layers):
-        _attention(ops, c, layer, w.cos_sin, h, plan, rest, cache[i], page_size, out=delta)
+        _attention(ops, comm, c, layer, w.cos_sin, h, plan, rest, cache[i], page_size, out=delta)
         comm.all_reduce_norm(ops, x, delta, layer.post_norm, c.eps, out=h)
         if isinstance(layer.mlp, Moe):
             _experts(ops, c, layer.mlp, h, out=delta)
@@ -319,8 +315,8 @@ def _split_chunks(ops: Any, c: Config, plan: StepPlan, heads: int, page_size: in
 
 
 def _attention(
-    ops: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan: StepPlan, rest: Array | None, cache: Array, page_size: int, *,
-    out: Array,
+    ops: Any, comm: Any, c: Config, layer: Layer, cos_sin: Array, h: Array, plan: StepPlan, rest: Array | None, cache: Array,
+    page_size: int, *, out: Array,
 ) -> None:  # fmt: skip
     m, heads = h.shape[0], layer.w_uk.shape[0]
     qkv_a = ops.buffer("qkv_a", (m, c.q_rank + c.cache_width))
@@ -330,7 +326,7 @@ def _attention(
     mixed = ops.buffer("mixed", (m, heads, c.latent))
     value = ops.buffer("value", (m, heads * c.value))
 
-    ops.linear(h, layer.qkv_a, out=qkv_a)
+    _latents(ops, comm, layer, h, out=qkv_a)
     ops.mla_latent(qkv_a, layer.q_norm, layer.kv_norm, LATENT_EPS, plan.pos, plan.slot, cos_sin, q_latent=q_latent, cache=cache)
     ops.linear(q_latent, layer.q_b, out=q)
     ops.mla_query(q, layer.w_uk, plan.pos, cos_sin, out=absorbed)
@@ -343,6 +339,17 @@ def _attention(
         given = (plan.pages, page_size, plan.ctx, plan.row0, plan.seq, rest, c.softmax_scale)
         ops.chunk_attention(q, absorbed, cache, layer.w_uk, layer.w_uv, *given, value)
     ops.linear(value, layer.o, out=out)
+
+
+def _latents(ops: Any, comm: Any, layer: Layer, h: Array, *, out: Array) -> None:
+    """out [m, Q+L+R] = h qkv_a^T, of which ranks make a part each where it is cut."""
+    own = layer.qkv_a.shape[0]
+    if own == out.shape[1]:
+        ops.linear(h, layer.qkv_a, out=out)
+        return
+    part = ops.buffer("qkv_a_part", (h.shape[0], own))
+    ops.linear(h, layer.qkv_a, out=part)
+    comm.all_gather(part, out=out)
 
 
 def _experts(ops: Any, c: Config, moe: Moe, h: Array, *, out: Array) -> None:

@@ -14,10 +14,12 @@ LOAD_FORMATS = ("auto", "dummy")
 class LoadConfig:
     """load_format auto: the checkpoint's files; dummy: a hash of each weight's name and index, so that config.json is enough.
     hf_overrides: keys of config.json's text model that take these values instead. Names are vLLM's; a bad one raises ValueError.
+    cut_latent: ranks hold a part of q_a and kv_a each, and gather the products (docs/ranks.md).
     """
 
     load_format: str = "auto"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    cut_latent: bool = False
 
     def __post_init__(self) -> None:
         if self.load_format not in LOAD_FORMATS:

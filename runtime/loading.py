@@ -89,7 +89,7 @@ def open_source(model: str | Path, speculative: SpeculativeConfig, weights: Load
     """Opens and validates a target and, if speculation wants one, its drafter (the folder `drafter` unless told)."""
     file = config_file(model, weights.dummy)
     path, checkpoint = file.parent, _open_checkpoint(file, weights)
-    target = kimi_k26.Config.from_json(checkpoint.config, str(file))
+    target = dataclasses.replace(kimi_k26.Config.from_json(checkpoint.config, str(file)), cut_latent=weights.cut_latent)
     if not speculative.enabled:
         return Source(path, target, None, None, checkpoint, None, weights, file)
     where = Path(speculative.model).expanduser() if speculative.model else path / "drafter"

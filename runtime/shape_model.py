@@ -91,7 +91,7 @@ def shape_weights(c: Config, tp: int, positions: int | None = None, stage: Stage
     def layer(feed_forward: kimi_k26.Mlp | kimi_k26.Moe) -> kimi_k26.Layer:
         return kimi_k26.Layer(
             input_norm=bf16(c.hidden),
-            qkv_a=bf16(c.q_rank + c.cache_width, c.hidden),
+            qkv_a=bf16((c.q_rank + c.cache_width) // (tp if c.cut_latent else 1), c.hidden),
             q_norm=bf16(c.q_rank),
             kv_norm=bf16(c.latent),
             q_b=bf16(heads * (c.nope + c.rope_dim), c.q_rank),

@@ -6,7 +6,7 @@ device fetches the windows itself, many at once, straight to where they shall li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -92,6 +92,16 @@ def stack(*sources: Source) -> Source:
     rows = sum(s.shape[0] for s in sources)
     windows = tuple(w for s in sources for w in s.windows)
     return Source((rows, sources[0].shape[1]), sources[0].dtype, windows, tuple(r for s in sources for r in s.readers))
+
+
+def cut_stacked(rows: slice, sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Which rows of which matrices lie in `rows` of them all stacked, where they have `sizes` rows each: (matrix, its rows)."""
+    start = 0
+    for i, size in enumerate(sizes):
+        first, last = max(rows.start - start, 0), min(rows.stop - start, size)
+        if first < last:
+            yield i, slice(first, last)
+        start += size
 
 
 def one_late(started: Iterable[Callable[[], T]]) -> Iterator[T]:

@@ -24,6 +24,13 @@ def test_every_sum_is_right() -> None:
     print(done.stdout)
 
 
+def test_ranks_draw_from_shares_what_one_draws() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "bench_draw_ranks.py"), "--rows", "1", "70", "200", "--product-rows", "1", "100", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_texts_are_those_of_one_rank(eager: bool) -> None:
     """All ranks' tokens are compared at every step by the executor itself; against one rank, texts may part at near ties alone."""

@@ -79,13 +79,14 @@ class Setup:
     ctx: int
     streams: int
     prompts: tuple[int, ...]
+    cut_latent: bool = False
 
     @property
     def overrides(self) -> dict[str, int]:
         return {"num_hidden_layers": self.layers} if self.layers else {}
 
     def source(self) -> loading.Source:
-        return loading.open_source(self.config, SpeculativeConfig(), LoadConfig("dummy", self.overrides))
+        return loading.open_source(self.config, SpeculativeConfig(), LoadConfig("dummy", self.overrides, self.cut_latent))
 
     def engine_config(self) -> EngineConfig:
         rows = self.buckets[-1]

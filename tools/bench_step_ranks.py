@@ -36,7 +36,7 @@ def run_rank(args: argparse.Namespace) -> int:
     from runtime.cuda_loading import open_driver
 
     host, hw = join(args), find_hardware(args.hw)
-    setup = Setup(args.config, args.layers, args.ranks, tuple(sorted(args.buckets)), args.ctx, args.streams, ())
+    setup = Setup(args.config, args.layers, args.ranks, tuple(sorted(args.buckets)), args.ctx, args.streams, (), args.cut_latent)
     start = time.perf_counter()
     worker = build(setup, open_driver(False, args.rank), host)
     source = setup.source()
@@ -46,7 +46,7 @@ def run_rank(args: argparse.Namespace) -> int:
         print(f"{held / 1e9:.2f} GB of weights a rank (planned {planned_bytes / 1e9:.2f}), {time.perf_counter() - start:.0f} s to load")
     steps = measure_steps(worker, setup, args.repeats)
     floors = {f.rows: f for f in plan_buckets(source.target, args.ranks, setup.buckets, args.ctx, hw, streams=args.streams)}
-    common: dict[str, Any] = {"schema": 1, "ranks": args.ranks, "layers": args.layers, "ctx": args.ctx}
+    common: dict[str, Any] = {"schema": 1, "ranks": args.ranks, "layers": args.layers, "ctx": args.ctx, "cut_latent": args.cut_latent}
     common |= {"weight_bytes": held, "planned_bytes": planned_bytes}
     if args.rank == 0:
         common |= provenance(args.commit)
@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--buckets", type=int, nargs="+", default=list(BUCKETS), metavar="M", help="rows of the steps")
     parser.add_argument("--ctx", type=int, default=4096, help="committed tokens of each stream (default 4096)")
     parser.add_argument("--streams", type=int, default=8, help="sequences of a step, as far as it has rows (default 8)")
+    parser.add_argument("--cut-latent", action="store_true", help="cut q_a and kv_a over ranks (docs/ranks.md)")
     parser.add_argument("--repeats", type=int, default=20, help="replays of each graph (default 20)")
     parser.add_argument("--hw", default="h200", choices=sorted(HARDWARE), help="for floors (default h200)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a line for each M")

@@ -84,7 +84,10 @@ STEPS = (
         (KERNELS, "runtime/pipeline.py", "runtime/stage_comm.py"), 2,
     ),
     Step("allreduce", "allreduce_h200x2", 60, ("tools/bench_allreduce.py",), (f"{KERNELS}/all_reduce.cu",), 2),
-    Step("width", "allreduce_h200x2", 45, ("tools/bench_allreduce.py", "--width", "2112"), (f"{KERNELS}/all_reduce.cu",), 2),
+    Step(
+        "draw_ranks", "draw_ranks_h200x2", 90, ("tools/bench_draw_ranks.py",),
+        (f"{KERNELS}/sample_ranks.cu", f"{KERNELS}/gather_ranks.cu", f"{KERNELS}/prim"), 2,
+    ),
     Step("step2", "step_h200x2", 120, ("tools/bench_step_ranks.py", "--layers", "16"), (KERNELS, "model/kimi_k26.py"), 2),
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.kernels_cu import all_reduce, record_draft, sample_ranks, top_merge
+from runtime.kernels_cu import all_reduce, gather_ranks, record_draft, sample_ranks, top_merge
 from runtime.kernels_cu.array import WIDTHS, DeviceArray
 from runtime.kernels_cu.device import Device, Runnable
 from runtime.kernels_cu.recorder import Recorded, Recorder
@@ -134,10 +134,19 @@ class PeerComm:
         rows, width = x.shape
         if out.shape != (rows, width * self.world) or out.dtype != x.dtype:
             raise ValueError(f"all_gather over {self.world} ranks: out is {list(out.shape)} {out.dtype} for x {list(x.shape)} {x.dtype}")
+        seat, row_bytes = self._memory and self._memory.seat, width * WIDTHS[x.dtype]
+        if seat and gather_ranks.fits(seat, rows, row_bytes):
+            self._append("all_gather", self._gather(seat, rows, row_bytes, x, out))
+            return
         parts, config = self._recorder.arena.take("comm.gather", x.nbytes * self.world), top_merge.Config(self.world)
         self._append("all_gather", self._large.all_gather(x.flat, parts, x.nbytes))
-        call = top_merge.side_by_side(config, rows, width * WIDTHS[x.dtype], parts=parts, out=out.flat)
+        call = top_merge.side_by_side(config, rows, row_bytes, parts=parts, out=out.flat)
         self._append("all_gather", self._recorder.device.prepare(call, self._merging(config)))
+
+    def _gather(self, seat: sample_ranks.Seat, rows: int, row_bytes: int, x: DeviceArray, out: DeviceArray) -> Runnable:
+        device = self._recorder.device
+        functions = device.functions(gather_ranks.SOURCE, seat.config.defines(), gather_ranks.ENTRIES)
+        return device.prepare(gather_ranks.call(seat, rows, row_bytes, x=x.flat, out=out.flat), functions, (self._memory,))
 
     def _merging(self, config: top_merge.Config) -> Mapping[str, Any]:
         return self._recorder.device.functions(top_merge.SOURCE, config.defines(), top_merge.ENTRIES)

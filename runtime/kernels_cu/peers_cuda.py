@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.kernels_cu import all_reduce, sample_ranks
+from runtime.kernels_cu import all_reduce, gather_ranks, sample_ranks
 from runtime.kernels_cu._graph import ALLOWED, CapturedGraph, Interval, MappedMemory
 from runtime.kernels_cu.device import Runnable
 from runtime.kernels_cu.peer_comm import LARGE, ONE, TWO, Large, PeerComm, PeerMemory, Thresholds
@@ -127,7 +127,8 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
         pass
     # compiled before anybody waits for a rank's first launch
     device.functions(all_reduce.SOURCE, config.defines(hidden), all_reduce.ENTRIES)
-    device.functions(sample_ranks.SOURCE, drawing.defines(), sample_ranks.ENTRIES)
+    for module in (sample_ranks, gather_ranks):
+        device.functions(module.SOURCE, drawing.defines(), module.ENTRIES)
     if not _all_agree(host, len(regions) == host.world):
         return None
     told, state, notes = MappedMemory(4), device.alloc(config.state_bytes()), device.alloc(drawing.state_bytes())

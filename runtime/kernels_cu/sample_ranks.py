@@ -20,7 +20,8 @@ SOURCE = "sample_ranks.cu"
 ENTRIES = ("sample_ranks",)
 ROOM_BYTES = 33_336  # sizeof(Shared) of sample_ranks.cu but for its WORLD-fold arrays; the shim's test holds them to each other
 MOST_TOP = 28  # kWords - kHeader
-_WORDS, _PACKETS = 32, 512  # kWords; kPackets of prim/team.cuh
+PACKETS = 512  # kPackets of prim/team.cuh: of a place, 16 bytes each
+_WORDS = 32  # kWords
 EXCHANGE_US = 2.0  # a flag over NVLink and a poll; an estimate until a record exists
 
 
@@ -43,8 +44,8 @@ class Config:
         """Raises ValueError with the broken rule."""
         if not 2 <= self.world <= MAX_WORLD or self.blocks < 1:
             raise ValueError(f"{self}: 2 to {MAX_WORLD} ranks, at least one block")
-        if self.threads % 32 or not 32 <= self.threads <= _PACKETS or 2048 % self.threads:
-            raise ValueError(f"{self}: {self.threads} threads; whole warps that divide 2048 bins, at most {_PACKETS}")
+        if self.threads % 32 or not 32 <= self.threads <= PACKETS or 2048 % self.threads:
+            raise ValueError(f"{self}: {self.threads} threads; whole warps that divide 2048 bins, at most {PACKETS}")
         if not self.fits(share, top):
             raise ValueError(f"{self}: shares of {share} tokens with {top} alternatives; see sample_ranks.cu for the limits")
 
@@ -54,7 +55,7 @@ class Config:
 
     def region_bytes(self) -> int:
         """Of one rank: packets of 16 bytes by parity, sender and block."""
-        return 2 * self.world * self.blocks * _PACKETS * 16
+        return 2 * self.world * self.blocks * PACKETS * 16
 
     def state_bytes(self) -> int:
         return 4 * (self.blocks + 1)

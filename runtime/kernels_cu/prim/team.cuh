@@ -71,7 +71,7 @@ template <int kThreads, int kWorld, int kBlocks> struct RankTeam {
     return high << 32 | (uint32_t)low;
   }
 
-  // to[s * n + i] = rank s's from[i], i < n <= kPackets; both shared. All threads call it.
+  // to[s * n + i] = rank s's from[i], i < n <= kPackets; shared or global memory. All threads call it.
   __device__ __forceinline__ void swap(const uint64_t* from, uint64_t* to, int n) {
     __syncthreads();
     ++epoch;

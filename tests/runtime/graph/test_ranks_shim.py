@@ -40,9 +40,10 @@ from tests.forks import on_ranks
 from tests.shim_device import ShimDevice
 from tests.worlds import Got, run
 
-WORLD, HIDDEN, VOCAB, PAGE, LENGTH = 2, 64, 512, 16, 64
+WORLD, HIDDEN, VOCAB, PAGE, LENGTH, LAYERS = 2, 64, 512, 16, 64, 2
 SIZES = {
-    "hidden_size": HIDDEN, "num_attention_heads": 4, "q_lora_rank": 32, "intermediate_size": 64, "moe_intermediate_size": 64,
+    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "q_lora_rank": 32, "intermediate_size": 64, "moe_intermediate_size": 64,
     "n_routed_experts": 8, "vocab_size": VOCAB, "max_position_embeddings": 128,
     "draft_num_hidden_layers": 1, "draft_num_attention_heads": 4, "draft_num_key_value_heads": 2, "draft_intermediate_size": 64,
     "draft_block_size": 4,
@@ -51,7 +52,7 @@ CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=4, max_model_len=LE
 LIMITS = Limits(VOCAB, 4, 16, PAGE, LENGTH)
 DRAFTING = dataclasses.replace(LIMITS, draft_depth=3, draft_top_k=4)
 PEERS = Config(WORLD, threads=32, vecs=1, blocks=8, rows=8)
-DRAWING = sample_ranks.Config(WORLD, threads=64, blocks=3)
+DRAWING = sample_ranks.Config(WORLD, threads=64, blocks=3)  # fewer blocks than rows of the larger step: its gathers go the large way
 GAP = 0.05  # of two log-probabilities; logits here differ from the definition's by up to 0.02 (bfloat16 in another order)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, min_p=0.01, presence_penalty=0.5, max_tokens=6, logprobs=2)
@@ -88,8 +89,8 @@ class HostLarge:
 class Group:
     """What ranks share, made before they part."""
 
-    def __init__(self, together: bool = True) -> None:
-        self.together = together  # draw from shares
+    def __init__(self, together: bool = True, cut: bool = False) -> None:
+        self.together, self.cut = together, cut  # draw from shares; q_a and kv_a are cut
         self.drawing = [SharedBlock.create(DRAWING.region_bytes()) for _ in range(WORLD)]
         self.block = SharedBlock.create(LINE + SharedComm.nbytes(WORLD))
         self.regions = [SharedBlock.create(PEERS.region_bytes(HIDDEN)) for _ in range(WORLD)]
@@ -104,13 +105,13 @@ class Group:
         seat = Seat(DRAWING, Ranks(rank, places, notes, told, spins=20_000_000))
         memory = PeerMemory(PEERS, Ranks(rank, regions, state, told, spins=20_000_000), HIDDEN, None, seat if self.together else None)
         comm = PeerComm(backend, rank, WORLD, HostLarge(host), memory, thresholds)
-        model, layout = bind(path, backend, rank, WORLD, drafter=limits.draft_depth > 0), plan_layout(CONFIG, limits)
+        model, layout = bind(path, backend, rank, WORLD, limits.draft_depth > 0, self.cut), plan_layout(CONFIG, limits)
         return CudaWorker(ListDriver(backend.device), backend, comm, model, limits, layout, (1, 4))
 
 
-def bind(path: Path, backend: Any, rank: int, world: int, drafter: bool = False) -> BoundModel:
+def bind(path: Path, backend: Any, rank: int, world: int, drafter: bool = False, cut: bool = False) -> BoundModel:
     ckpt = Checkpoint.open(path)
-    config = kimi_k26.Config.from_json(ckpt.config)
+    config = dataclasses.replace(kimi_k26.Config.from_json(ckpt.config), cut_latent=cut)
     weights = kimi_k26.load(ckpt, config, backend, rank, world, LENGTH + 4)
     cache, own = backend.zeros((config.layers, 16 * PAGE, config.cache_width)), None
     if drafter:
@@ -138,20 +139,23 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("thresholds", "params", "together"),
-    [(Thresholds(1, 4), GREEDY, True), (Thresholds(4, 4), SEEDED, True), (Thresholds(0, 0), GREEDY, False)],
+    ("thresholds", "params", "together", "cut"),
+    [(Thresholds(1, 4), GREEDY, True, True), (Thresholds(4, 4), SEEDED, True, False), (Thresholds(0, 0), GREEDY, False, True)],
 )
-def test_two_ranks_draw_what_one_draws(path: Path, shim: Any, thresholds: Thresholds, params: SamplingParams, together: bool) -> None:
+def test_two_ranks_draw_what_one_draws(
+    path: Path, shim: Any, thresholds: Thresholds, params: SamplingParams, together: bool, cut: bool
+) -> None:
     """One shot, two shots and the host's sums, draws from shares and from gathered logits, inside steps of 1 and 4 rows; every rank
     schedules for itself here."""
-    Group(together).worker(path, shim, 0, thresholds)  # compiles all that the ranks need
-    group = Group(together)
+    Group(together, cut).worker(path, shim, 0, thresholds)  # compiles all that the ranks need
+    group = Group(together, cut)
 
     def on_rank(rank: int) -> list[tuple[Any, ...]]:
         worker = group.worker(path, shim, rank, thresholds)
         ops = {record.op for program in worker.programs() for record in program.records}
         assert ("all_reduce_norm" in ops) == (thresholds.two > 0) and {"all_reduce", "sample"} <= ops
-        assert ("all_gather" in ops) == (not together), "logits are not gathered"
+        gathers = sum(record.op == "all_gather" for record in list(worker.programs())[-1].records)
+        assert gathers == (LAYERS * cut if together else 2 * LAYERS * cut + 2), "logits are gathered only where nobody draws together"
         return [(got.tokens, got.logprobs) for got in generate(path, worker, params).values()]
 
     first, second = on_ranks(WORLD, on_rank, 300.0)

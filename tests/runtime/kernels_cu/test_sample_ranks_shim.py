@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from runtime.hw import HARDWARE
+from runtime.kernels_cu import gather_ranks
 from runtime.kernels_cu import sample_ranks as kernel
 from runtime.kernels_cu._build import ARCHITECTURES, build, nvrtc_version
 from runtime.kernels_cu.all_reduce import Ranks
@@ -158,6 +159,49 @@ def test_a_fault_shows(tmp_path: Any, fault: str) -> None:
         check_all(mutant(tmp_path, file, old, new), kernel.Config(2, 64, 3), steps_for(2), spins=20_000)
 
 
+def gathered(get: Get, seat_config: kernel.Config, shapes: Sequence[tuple[int, int]]) -> list[list[np.ndarray]]:
+    """Rows of all ranks side by side, by rank, one launch after another over the same places."""
+    lib = get("gather_ranks_entry.cu", seat_config.defines())
+    blocks = [SharedBlock.create(seat_config.region_bytes()) for _ in range(seat_config.world)]
+    at = [int(block.array(0, 1).ctypes.data) for block in blocks]
+
+    def on_rank(rank: int) -> list[np.ndarray]:
+        state, told = np.zeros(seat_config.state_bytes() // 4, np.uint32), np.zeros(1, np.uint32)
+        seat, found = kernel.Seat(seat_config, Ranks(rank, at, state.ctypes.data, told.ctypes.data, 2_000_000)), []
+        for rows, width in shapes:
+            x, out = part_of(rank, rows, width), np.zeros((rows, seat_config.world * width), np.uint16)
+            run_call(lib, gather_ranks.call(seat, rows, 2 * width, x=x.ctypes.data, out=out.ctypes.data))
+            found.append(out)
+        return found
+
+    return on_ranks(seat_config.world, on_rank)
+
+
+def part_of(rank: int, rows: int, width: int) -> np.ndarray:
+    return np.random.default_rng([rank, rows]).integers(0, 1 << 16, (rows, width), np.uint16)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_are_gathered_side_by_side(shim: Get, world: int) -> None:
+    shapes = [(3, 264), (1, 4), (4, 2048), (2, 264), (2, 8)]
+    for found in gathered(shim, kernel.Config(world, 64, 4), shapes):
+        for got, (rows, width) in zip(found, shapes, strict=True):
+            assert np.array_equal(got, np.concatenate([part_of(rank, rows, width) for rank in range(world)], axis=1))
+
+
+def test_a_fault_in_the_gather_shows(tmp_path: Any) -> None:
+    get = mutant(tmp_path, "gather_ranks.cu", "x + (size_t)m * words", "x")
+    found = gathered(get, kernel.Config(2, 64, 4), [(2, 8)])
+    assert not np.array_equal(found[0][0][1], np.concatenate([part_of(rank, 2, 8)[1] for rank in range(2)]))
+
+
+def test_what_does_not_fit_is_not_gathered() -> None:
+    seat = kernel.Seat(kernel.Config(2, 64, 4), Ranks(0, [0, 0], 0, 0))
+    assert [gather_ranks.fits(seat, *shape) for shape in ((4, 4096), (5, 8), (1, 12), (1, 4104))] == [True, False, False, False]
+    with pytest.raises(ValueError, match="5 rows of 8 bytes; 1 to 4 rows"):
+        gather_ranks.call(seat, 5, 8, x=0, out=0)
+
+
 def test_both_sides_agree_on_sizes(shim: Get) -> None:
     for world in (2, 4):
         config = kernel.Config(world, 64, 3)
@@ -186,3 +230,4 @@ def test_compiles_without_stack_or_spills(test_level: int, tmp_path: Any, monkey
     for world, arch in builds:  # more ranks, more registers; sm_100a takes the most
         entries = build(kernel.SOURCE, kernel.Config(world).defines(), arch).entries
         assert set(entries) == {"sample_ranks"} and entries["sample_ranks"].registers <= 128
+        assert set(build(gather_ranks.SOURCE, kernel.Config(world).defines(), arch).entries) == {"gather_ranks"}
