@@ -85,8 +85,7 @@ class Config:
                 experts=int(text["n_routed_experts"]), top_k=int(text["num_experts_per_tok"]),
                 expert_width=int(text["moe_intermediate_size"]), shared_experts=int(text["n_shared_experts"]),
                 routed_scale=float(text["routed_scaling_factor"]), eps=float(text["rms_norm_eps"]),
-                vocab=int(text["vocab_size"]), max_positions=int(text["max_position_embeddings"]),
-                rope=Rope.from_json(text, where),
+                vocab=int(text["vocab_size"]), max_positions=int(text["max_position_embeddings"]), rope=Rope.from_json(text, where),
             )  # fmt: skip
         except (KeyError, TypeError) as missing:
             raise ValueError(f"{where}: key {missing} is missing or null") from None
