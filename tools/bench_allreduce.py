@@ -3,10 +3,9 @@
 
     python tools/bench_allreduce.py                                               # two GPUs, a table
     python tools/bench_allreduce.py --ranks 4 --json tools/results/allreduce_h200x4.jsonl
-    python tools/bench_allreduce.py --width 2112                                  # what q_a and kv_a cut over ranks would add to a layer
 
-A record: ranks, M, width, bytes, ours_us (the fastest of one_shot and two_shot), nccl_us, fused_us (with residual and norm), apart_us (the
-sum by the fastest way, then add_rms_norm), and what each configuration took. NVLink multicast stays off, for NCCL too.
+A record: ranks, M, bytes, ours_us (the fastest of one_shot and two_shot), nccl_us, fused_us (with residual and norm), apart_us (the sum
+by the fastest way, then add_rms_norm), and what each configuration took. NVLink multicast stays off, for NCCL too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from runtime.shared_comm import SharedComm
-from tools.rank_rig import add_rank_options, join, run_ranks
+from tools.rank_rig import Chain, add_rank_options, join, run_ranks
 
 HIDDEN = 7168
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -34,46 +33,46 @@ EPS = 1e-5
 ROUNDS = 3  # of every measurement; the median counts
 
 
-def part_of(rank: int, rows: int, width: int) -> np.ndarray:
-    return np.random.default_rng([rank, rows]).standard_normal((rows, width), np.float32).astype(ml_dtypes.bfloat16)
+def part_of(rank: int, rows: int) -> np.ndarray:
+    return np.random.default_rng([rank, rows]).standard_normal((rows, HIDDEN), np.float32).astype(ml_dtypes.bfloat16)
 
 
-def sum_of(world: int, rows: int, width: int) -> np.ndarray:
-    total = part_of(0, rows, width).astype(np.float32)
+def sum_of(world: int, rows: int) -> np.ndarray:
+    total = part_of(0, rows).astype(np.float32)
     for rank in range(1, world):
-        total += part_of(rank, rows, width).astype(np.float32)
+        total += part_of(rank, rows).astype(np.float32)
     return total.astype(ml_dtypes.bfloat16)
 
 
 class Bench:
     """One rank's part; all ranks make the same calls."""
 
-    def __init__(self, rank: int, world: int, host: SharedComm, width: int = HIDDEN) -> None:
+    def __init__(self, rank: int, world: int, host: SharedComm) -> None:
         from runtime.kernels_cu import all_reduce, peers_cuda
         from runtime.kernels_cu.backend import CudaBackend
         from runtime.kernels_cu.device import CupyDevice
 
-        self.rank, self.world, self.width, self.host, self.peers = rank, world, width, host, peers_cuda
+        self.rank, self.world, self.host, self.peers = rank, world, host, peers_cuda
         self.device = CupyDevice(rank)
         self.ops = CudaBackend(self.device)
         self.nccl = peers_cuda.NcclGroup(host)
-        self.configs = all_reduce.candidates(world, self.width, self.device.sms)
-        memory = peers_cuda.open_memory(self.ops, host, self.width, self.configs[0])
+        self.configs = all_reduce.candidates(world, HIDDEN, self.device.sms)
+        memory = peers_cuda.open_memory(self.ops, host, HIDDEN, self.configs[0])
         if memory is None:
             raise SystemExit("bench_allreduce: a GPU can not reach its peer's memory; NCCL alone would be used")
         self.memory = memory
         for config in self.configs:
-            self.device.functions(all_reduce.SOURCE, config.defines(self.width), all_reduce.ENTRIES)
+            self.device.functions(all_reduce.SOURCE, config.defines(HIDDEN), all_reduce.ENTRIES)
         host.gather_bytes(b"\0")  # all are compiled: nobody waits for a compiler on the device
-        most = 2 * max(ROWS) * self.width
-        self.part, self.x, self.out, self.w = (self.device.alloc(n) for n in (most, most, most, 2 * self.width))
-        self.weight = np.random.default_rng(7).standard_normal(self.width, np.float32).astype(ml_dtypes.bfloat16)
+        most = 2 * max(ROWS) * HIDDEN
+        self.part, self.x, self.out, self.w = (self.device.alloc(n) for n in (most, most, most, 2 * HIDDEN))
+        self.weight = np.random.default_rng(7).standard_normal(HIDDEN, np.float32).astype(ml_dtypes.bfloat16)
         self.device.upload(self.w, self.weight.view(np.uint16))
         self.norm = all_reduce.Norm(self.x, self.w, self.out, EPS)
 
     def run_of(self, way: str, rows: int, config: Any = None, norm: bool = False) -> Any:
         if way == self.peers.LARGE:
-            return self.nccl.all_reduce(self.part, rows * self.width)
+            return self.nccl.all_reduce(self.part, rows * HIDDEN)
         memory = replace(self.memory, config=config or self.configs[0])
         return memory.shot(self.device, way, rows, self.part, self.norm if norm else None)
 
@@ -83,7 +82,7 @@ class Bench:
 
     def check(self, rows: int) -> None:
         """Every element of every way and configuration, alone and with the norm; raises SystemExit naming the first that is wrong."""
-        want, residual = sum_of(self.world, rows, self.width), part_of(99, rows, self.width)
+        want, residual = sum_of(self.world, rows), part_of(99, rows)
         total = (residual.astype(np.float32) + want.astype(np.float32)).astype(ml_dtypes.bfloat16)
         wide = total.astype(np.float32)
         normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + EPS) * self.weight.astype(np.float32)
@@ -107,12 +106,12 @@ class Bench:
             raise SystemExit(f"bench_allreduce: rank {self.rank}: nccl of {rows} rows: off by {off:.4f}")
 
     def put(self, rows: int, residual: np.ndarray) -> None:
-        self.device.upload(self.part, part_of(self.rank, rows, self.width).view(np.uint16))
+        self.device.upload(self.part, part_of(self.rank, rows).view(np.uint16))
         self.device.upload(self.x, residual.view(np.uint16))
         self.host.gather_bytes(b"\0")
 
     def get(self, address: int, rows: int) -> np.ndarray:
-        found = np.empty((rows, self.width), np.uint16)
+        found = np.empty((rows, HIDDEN), np.uint16)
         self.device.download(address, found)
         return found.view(ml_dtypes.bfloat16)
 
@@ -125,7 +124,7 @@ class Bench:
 
     def us(self, *runs: Any) -> float:
         """Microseconds of the runs one after another, the slowest rank's, the median of three."""
-        chain = _Chain(runs) if len(runs) > 1 else runs[0]
+        chain = Chain(runs) if len(runs) > 1 else runs[0]
         return sorted(self.peers._slowest(self.host, self.peers.time_us(self.device.stream, chain)) for _ in range(ROUNDS))[ROUNDS // 2]
 
     def measure(self, rows: int) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class Bench:
         fused = min(us for found in by_config.values() for way, us in found.items() if way.endswith("_norm"))
         apart = round(self.us(fastest, self._add_norm(rows)), 2)
         return {
-            "ranks": self.world, "M": rows, "width": self.width, "bytes": 2 * rows * self.width,
+            "ranks": self.world, "M": rows, "bytes": 2 * rows * HIDDEN,
             "ours_us": plain[best], "nccl_us": round(nccl, 2), "fused_us": fused, "apart_us": apart,
             "way": best[1], "config": best[0], "configs": by_config,
         }  # fmt: skip
@@ -150,23 +149,14 @@ class Bench:
     def _add_norm(self, rows: int) -> Any:
         from runtime.kernels_cu import dense
 
-        config = dense.candidates(self.width)[0]
-        call = dense.add_rms_norm(config, rows, self.width, EPS, x=self.x, delta=self.part, w=self.w, out=self.out)
+        config = dense.candidates(HIDDEN)[0]
+        call = dense.add_rms_norm(config, rows, HIDDEN, EPS, x=self.x, delta=self.part, w=self.w, out=self.out)
         return self.device.prepare(call, self.device.functions(dense.SOURCE, config.defines(), dense.ENTRIES))
-
-
-class _Chain:
-    def __init__(self, runs: Sequence[Any]) -> None:
-        self._runs = runs
-
-    def run(self, stream: int) -> None:
-        for run in self._runs:
-            run.run(stream)
 
 
 def run_rank(args: argparse.Namespace) -> int:
     host = join(args)
-    bench = Bench(args.rank, args.ranks, host, args.width)
+    bench = Bench(args.rank, args.ranks, host)
     for rows in args.rows:
         bench.check(rows)
         host.gather_bytes(b"\0")
@@ -191,15 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="M", help="rows of a message")
-    parser.add_argument("--width", type=int, default=HIDDEN, metavar="H", help=f"numbers of a row, a multiple of 8 (default {HIDDEN})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a line for each M")
     parser.add_argument("--commit", default="", help="what to record as the commit")
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given)
     if not 2 <= args.ranks <= 8 or not all(1 <= rows <= max(ROWS) for rows in args.rows):
         parser.error(f"--ranks is 2 to 8, --rows at most {max(ROWS)}")
-    if args.width < 8 or args.width % 8:
-        parser.error(f"--width is a multiple of 8, not {args.width}")
     return run_rank(args) if args.rank >= 0 else run_ranks(__file__, args, given)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from runtime.kernels_np.sample import sample as define
 from runtime.shared_comm import SharedComm
 from runtime.types import StepPlan
-from tools.rank_rig import add_rank_options, join, run_ranks
+from tools.rank_rig import Chain, add_rank_options, join, run_ranks
 
 VOCAB, HIDDEN, LATENT = 163_840, 7168, 2112
 COLD_BYTES = 128_000_000  # more than twice an H200's L2
@@ -79,7 +79,7 @@ class Bench:
 
     def us(self, runs: Sequence[Any]) -> float:
         """Microseconds of the runs one after another, the slowest rank's, the median of three."""
-        found = sorted(self.peers._slowest(self.host, self.peers.time_us(self.device.stream, _Chain(runs))) for _ in range(ROUNDS))
+        found = sorted(self.peers._slowest(self.host, self.peers.time_us(self.device.stream, Chain(runs))) for _ in range(ROUNDS))
         return round(found[ROUNDS // 2], 2)
 
     def draw(self, rows: int, way: str) -> dict[str, Any]:
@@ -158,15 +158,6 @@ def _f32(bits: np.ndarray) -> np.ndarray:
 class _Fields:
     def __init__(self, fields: Mapping[str, np.ndarray]) -> None:
         self.__dict__ |= fields
-
-
-class _Chain:
-    def __init__(self, runs: Sequence[Any]) -> None:
-        self._runs = runs
-
-    def run(self, stream: int) -> None:
-        for run in self._runs:
-            run.run(stream)
 
 
 def run_rank(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from runtime.shared import LINE, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
@@ -50,3 +51,14 @@ def run_ranks(script: str | Path, args: argparse.Namespace, argv: Sequence[str])
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
+
+
+class Chain:
+    """Prepared launches one behind the other, run as one."""
+
+    def __init__(self, runs: Sequence[Any]) -> None:
+        self._runs = runs
+
+    def run(self, stream: int) -> None:
+        for run in self._runs:
+            run.run(stream)

@@ -49,9 +49,17 @@ def texts(llm: LLM) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for params in (GREEDY, SEEDED) for output in llm.generate(PROMPTS, params)]
 
 
+def await_room_given_back() -> None:
+    import ray
+
+    end = time.monotonic() + 20
+    while ray.available_resources().get("CPU") != 4:
+        assert time.monotonic() < end, "the placement group was not given back"
+        time.sleep(0.1)
+
+
 @needs_ray
 def test_two_ranks_give_the_text_of_one(tiny: str, loopback: None) -> None:
-    import ray
 
     want = texts(LLM(tiny, max_model_len=128))
     llm = LLM(tiny, max_model_len=128, tensor_parallel_size=2, distributed_executor="ray")
@@ -59,10 +67,7 @@ def test_two_ranks_give_the_text_of_one(tiny: str, loopback: None) -> None:
     executor = llm.loaded.engine._cycle._executor
     assert isinstance(executor, ProcessRanks)
     executor.close()
-    end = time.monotonic() + 20
-    while ray.available_resources().get("CPU") != 4:
-        assert time.monotonic() < end, "the placement group was not given back"
-        time.sleep(0.1)
+    await_room_given_back()
 
 
 @needs_ray
@@ -96,10 +101,7 @@ def test_two_stages_give_the_text_of_one(tiny: str, loopback: None, tp: int) -> 
     executor = llm.loaded.engine._cycle._executor
     assert isinstance(executor, Pipeline)
     executor.close()
-    end = time.monotonic() + 20
-    while ray.available_resources().get("CPU") != 4:
-        assert time.monotonic() < end, "the placement group was not given back"
-        time.sleep(0.1)
+    await_room_given_back()
 
 
 @needs_ray
