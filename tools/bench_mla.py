@@ -37,7 +37,7 @@ from runtime.hw import HARDWARE
 from runtime.kernels_cu._build import include_closure, read_source
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict_us, work
 from runtime.ops import OPS
-from tools.mla_rig import Attention, as_float, behind_plan
+from tools.mla_rig import Attention, as_float
 from tools.mla_variants import describe
 
 H200 = HARDWARE["h200"]
@@ -140,13 +140,11 @@ class Bench:
         layers = []
         for k in range(self.case.calls):
             here = at | {"pages": at["tables"] + k * self.tables[0].nbytes}
-            call = layer_call(d, config, kernels.blocks, here, SCALE, slots=PAGES * PAGE)
+            call = layer_call(d, config, kernels.blocks, here, SCALE, slots=PAGES * PAGE, behind_plan=not k)
             if promotion != 3:
                 keys = tensor_map(at["cache"], PAGES * PAGE, WIDTH, 2 * WIDTH, PAGE, promotion)
                 call = replace(call, arguments=(call.arguments[0], keys, *call.arguments[2:]))
             layers.append(call.launch(kernels.functions))
-            if not k:
-                behind_plan(layers[0], config)
             if merges_later(config):
                 layers.append(merge_launch(kernels, here, SCALE))
         return plan_launch(kernels, at), layers

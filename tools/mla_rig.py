@@ -13,13 +13,6 @@ from runtime.kernels_cu.tree_mla_config import Config
 PLAN = ("ctx", "row0", "seq", "ancestors", "pages")
 
 
-def behind_plan(launch: Any, config: Config) -> Any:
-    """The first layer's launch. With EARLY_KEYS an ordinary one: it reads the list before it waits for the kernel that writes it."""
-    if dict(config.trials).get("EARLY_KEYS"):
-        launch._config.count = 0
-    return launch
-
-
 def as_float(bits: np.ndarray) -> np.ndarray:
     """bf16 bits (u16) as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -43,7 +36,7 @@ class Attention:
         self.room = room
         kernels = build_kernels(d, config, arch, sms)
         at = {name: a.data.ptr for name, a in room.items()}
-        self.launches = [plan_launch(kernels, at), behind_plan(layer_launch(kernels, at, scale, slots=len(batch.cache)), config)]
+        self.launches = [plan_launch(kernels, at), layer_launch(kernels, at, scale, slots=len(batch.cache), behind_plan=True)]
         if merges_later(config):
             self.launches.append(merge_launch(kernels, at, scale))
         cp.cuda.Device().synchronize()

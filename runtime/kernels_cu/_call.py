@@ -15,17 +15,19 @@ from runtime.kernels_cu._launch import Function, Launch
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """entry: name in the source; grid in blocks; threads of a block; dynamic shared bytes; arguments: ctypes values in order."""
+    """entry: name in the source; grid in blocks; threads of a block; dynamic shared bytes; arguments: ctypes values in order.
+    pdl: as `Launch`'s."""
 
     entry: str
     grid: tuple[int, int, int]
     threads: int
     smem_bytes: int
     arguments: tuple[Any, ...]
+    pdl: bool = True
 
     def launch(self, functions: Mapping[str, Function], keep: tuple[Any, ...] = ()) -> Launch:
         """The prepared launch of this call on the current device; keep: owners of the memory it points at."""
-        return Launch(functions[self.entry], self.grid, (self.threads, 1, 1), self.smem_bytes, self.arguments, keep=keep)
+        return Launch(functions[self.entry], self.grid, (self.threads, 1, 1), self.smem_bytes, self.arguments, self.pdl, keep)
 
 
 def ptr(address: int) -> ctypes.c_void_p:

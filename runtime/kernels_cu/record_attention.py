@@ -9,7 +9,7 @@ from runtime.kernels_cu import tree_paths
 from runtime.kernels_cu._call import Call
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.recorder import Recorder, op
-from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, candidates, default_config, predict_us
+from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, candidates, default_config, predict_us, served
 from runtime.kernels_cu.tree_paths import PathPages
 
 _EXPECTED_KEYS, _TREE_ROWS = 8192, 9  # a context, and a tree's rows, for which a bucket's configuration is chosen
@@ -42,12 +42,13 @@ def tree_mla(
     dims = Dims(len(q), len(ctx), q.shape[1], pages.shape[1] * page_size, page_size, ancestors.shape[1])
     if r.paths is not None:
         dims = replace(dims, B=dims.M)
+    early = r.paths is None  # else a layer's keys are copied into private pages ahead of it
     if r.invariant:
-        config = r.choose(("tree_mla", dims.heads, dims.page_size), lambda: _invariant_config(r, dims))
+        config = r.choose(("tree_mla", dims.heads, dims.page_size), lambda: served(_invariant_config(r, dims), early))
         config.check(dims, r.device.arch)
     else:
-        config = r.choose(("tree_mla", dims), lambda: _config(r, dims))
-    functions = r.device.functions(config.source, config.defines(dims.heads), family.ENTRIES)
+        config = r.choose(("tree_mla", dims), lambda: served(_config(r, dims), early))
+    functions = r.device.functions(config.source, config.defines(dims.heads), family.entries(config))
     family.check_resident(config, r.device.resident(functions["tree_mla"], config.threads, config.smem_bytes()))
     blocks = r.device.sms
     at = r.scratch("tree_mla", family.workspace_bytes(dims, config, blocks))
@@ -60,7 +61,10 @@ def tree_mla(
         r.launch(family.plan_call(dims, config, blocks, at), functions)
     if private is not None:
         r.launch(private, r.device.functions(tree_paths.SOURCE, {}, tree_paths.ENTRIES))
-    r.launch(family.layer_call(dims, config, blocks, at, scale, slots), functions)
+    r.launch(family.layer_call(dims, config, blocks, at, scale, slots, behind_plan=not planned), functions)
+    if family.merges_later(config):
+        r.device.resident(functions[family.MERGE], family.MERGE_THREADS, family.MERGE_SMEM)
+        r.launch(family.merge_call(dims, config, blocks, at, scale), functions)
 
 
 def _private(r: Recorder, paths: PathPages, dims: Dims, at: dict[str, int], planned: bool) -> tuple[Call, int]:

@@ -22,6 +22,7 @@ from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims,
 
 ENTRIES = ("tree_mla_plan", "tree_mla")
 MERGE, MERGERS = "tree_mla_merge", 4  # an entry of builds with MERGE_LATER; its blocks an item, kMergers
+MERGE_THREADS, MERGE_SMEM = 256, 49 << 10  # it uses 7 KB, but asks for tree_mla's division of an SM's memory: the two stand side by side
 
 
 class Params(ctypes.Structure):
@@ -74,6 +75,11 @@ def merges_later(config: Config) -> bool:
     return bool(dict(config.trials).get("MERGE_LATER"))
 
 
+def entries(config: Config) -> tuple[str, ...]:
+    """The functions of a build."""
+    return (*ENTRIES, MERGE) if merges_later(config) else ENTRIES
+
+
 def check_resident(config: Config, resident: int) -> None:
     """Raises ValueError where no block fits an SM. Blocks wait for one another's partials: all, one an SM, must run at once."""
     if resident < 1:
@@ -93,14 +99,11 @@ class Kernels:
 def build_kernels(dims: Dims, config: Config, arch: str, sms: int) -> Kernels:
     """Compiles and loads what the launches need. Needs a GPU; `_build.build` alone does not."""
     config.check(dims, arch)
-    entries = (*ENTRIES, MERGE) if merges_later(config) else ENTRIES
     noted = "STAMPS" in dict(config.trials)  # which costs the widest build some registers that it lacks
-    functions = load(build(config.source, config.defines(dims.heads), arch, allow_spills=noted).code, entries)
+    functions = load(build(config.source, config.defines(dims.heads), arch, allow_spills=noted).code, entries(config))
     check_resident(config, functions["tree_mla"].blocks_per_sm(config.threads, config.smem_bytes()))
     if merges_later(config):
-        functions[MERGE].allow_smem(
-            49 << 10
-        )  # it uses 7 KB, but asks for tree_mla's division of an SM's memory: the two stand side by side
+        functions[MERGE].allow_smem(MERGE_SMEM)
     return Kernels(dims, config, sms, functions)
 
 
@@ -110,19 +113,23 @@ def plan_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int]) ->
     return Call("tree_mla_plan", (1, 1, 1), 256, 0, (plan,))
 
 
-def layer_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float, slots: int = 0) -> Call:
-    """One layer's attention. slots: cache rows S, for the copy engine's bounds (wgmma)."""
+def layer_call(
+    dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float, slots: int = 0, behind_plan: bool = False
+) -> Call:
+    """One layer's attention. slots: cache rows S, for the copy engine's bounds (wgmma). behind_plan: of the layers that share a plan the
+    first: with EARLY_KEYS it reads the list before it waits for the kernel that writes it, so it starts when that has ended."""
     _, params = fill_params(dims, config, at, scale, blocks)
     arguments: tuple[Any, ...] = (params,)
     if config.wgmma:
         boxes = ((at["cache"], slots, params.box_keys), (at["q"], dims.M * dims.heads, config.columns))
         arguments += tuple(tensor_map(first, rows, WIDTH, 2 * WIDTH, box) for first, rows, box in boxes)
-    return Call("tree_mla", (blocks, 1, 1), config.threads, config.smem_bytes(), arguments)
+    early = bool(dict(config.trials).get("EARLY_KEYS"))
+    return Call("tree_mla", (blocks, 1, 1), config.threads, config.smem_bytes(), arguments, pdl=not (early and behind_plan))
 
 
 def merge_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float) -> Call:
     """What follows `layer_call` where `merges_later`."""
-    return Call(MERGE, (MERGERS * blocks, 1, 1), 256, 0, (fill_params(dims, config, at, scale, blocks)[1],))
+    return Call(MERGE, (MERGERS * blocks, 1, 1), MERGE_THREADS, 0, (fill_params(dims, config, at, scale, blocks)[1],))
 
 
 def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] = ()) -> Launch:
@@ -130,9 +137,12 @@ def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] =
     return plan_call(kernels.dims, kernels.config, kernels.blocks, at).launch(kernels.functions, keep)
 
 
-def layer_launch(kernels: Kernels, at: Mapping[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = ()) -> Launch:
+def layer_launch(
+    kernels: Kernels, at: Mapping[str, int], scale: float, slots: int = 0, keep: tuple[Any, ...] = (), behind_plan: bool = False
+) -> Launch:
     """`layer_call` on the current device."""
-    return layer_call(kernels.dims, kernels.config, kernels.blocks, at, scale, slots).launch(kernels.functions, keep)
+    call = layer_call(kernels.dims, kernels.config, kernels.blocks, at, scale, slots, behind_plan)
+    return call.launch(kernels.functions, keep)
 
 
 def merge_launch(kernels: Kernels, at: Mapping[str, int], scale: float, keep: tuple[Any, ...] = ()) -> Launch:

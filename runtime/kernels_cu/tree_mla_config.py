@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 from runtime.hw import HARDWARE, Hardware
 
@@ -32,6 +33,11 @@ TRIALS = (
     "KEYS_STAY",
     "STAMPS",
 )  # prim/mla_trials.cuh
+
+
+# What builds for wgmma are served with beyond the choice of `candidates`: fields of `Config`, by kind. Empty until trials are measured.
+SERVED: dict[str, dict[str, Any]] = {"narrow": {}, "wide": {}, "rows": {}}
+NARROW_OCTETS = 4  # where launch, look-ups and the merge are most of the time at short contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +180,14 @@ def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None,
     best = min(candidates(dims, arch, causal, chunk), key=lambda c: predict_us(dims, c, machine))
     exact = replace(best, float_parts=True)
     return exact if predict_us(dims, exact, machine) < 1.015 * predict_us(dims, best, machine) else best
+
+
+def served(config: Config, early: bool = True) -> Config:
+    """`config` as it is launched in a step. early: keys may be read before the kernel ahead has ended: nothing writes them in this step."""
+    if not config.wgmma:
+        return config
+    made = replace(config, **SERVED["rows" if config.rows else "narrow" if config.octets <= NARROW_OCTETS else "wide"])
+    return made if early else replace(made, trials=tuple(pair for pair in made.trials if pair[0] != "EARLY_KEYS"))
 
 
 # ---------------------------------------------------------------- what this implementation pays

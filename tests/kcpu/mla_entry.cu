@@ -28,6 +28,7 @@ extern "C" void cpu_tree_mla(const Params* p, int cache_rows, size_t smem_bytes,
   kcpu::descending = false;
 }
 KCPU_RUN(tree_mla_plan)
-#if !USE_WGMMA
 KCPU_RUN(tree_mla)
+#if MERGE_LATER
+KCPU_RUN(tree_mla_merge)
 #endif

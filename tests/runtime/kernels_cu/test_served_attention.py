@@ -1,0 +1,93 @@
+"""Trials that are served: which launches a step has then, in what order they may start, and that the model's results stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.kernels_cu import record_attention, tree_mla, tree_mla_config
+from runtime.kernels_cu.backend import CudaBackend
+from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, served
+from runtime.kernels_cu.tree_paths import PathPages
+from tests.runtime.kernels_cu.test_backend_shim import VOCAB, make, path  # noqa: F401  fixtures
+from tests.runtime.kernels_cu.test_recorder import Still
+from tests.shim_device import shim_map
+from tests.twin import check_story
+
+ENDS = (("EARLY_KEYS", 1), ("MERGE_LATER", 1))
+COLUMNS, NARROW, ROWS = Config(9, 17), Config(1, 27), Config(8, 18, rows=True)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """All kinds merge later and ask for keys early."""
+    for kind in tree_mla_config.SERVED:
+        monkeypatch.setitem(tree_mla_config.SERVED, kind, {"trials": ENDS})
+    monkeypatch.setattr(tree_mla, "tensor_map", shim_map)
+
+
+def test_each_kind_has_its_own_fields(monkeypatch):
+    monkeypatch.setitem(tree_mla_config.SERVED, "wide", {"ahead": 3, "trials": (*ENDS, ("STRAIGHT", 3))})
+    monkeypatch.setitem(tree_mla_config.SERVED, "rows", {"float_parts": False})
+    assert served(COLUMNS) == replace(COLUMNS, ahead=3, trials=(*ENDS, ("STRAIGHT", 3)))
+    assert served(COLUMNS, early=False).trials == (("MERGE_LATER", 1), ("STRAIGHT", 3))
+    assert served(NARROW) == NARROW and served(ROWS) == replace(ROWS, float_parts=False)
+    portable = Config(2, 9, producers=2, wgmma=False)
+    assert served(portable) == portable
+
+
+@pytest.mark.parametrize("dims", [Dims(9, 1, 8, 4096), Dims(330, 10, 64, 65536), Dims(90, 10, 8, 4096)], ids=str)
+def test_whatever_may_be_chosen_is_legal_as_it_is_served(dims):
+    for config in candidates(dims):
+        served(config).check(dims)
+        served(config, early=False).check(dims)
+
+
+class Hopper(Still):
+    arch = "sm_90a"
+
+
+def recorded(paths, ops):
+    """Two layers' launches."""
+    cache = ops.latent_cache(2, 64, 576, paths)
+    pages, seq, bits = ops.zeros((2, 3), "i32"), ops.zeros((4,), "i32"), ops.zeros((4, 1), "u64")
+    streams = ops.zeros((2,), "i32"), ops.zeros((2,), "i32")
+    q, out = ops.buffer("q", (4, 8, 576)), ops.buffer("u", (4, 8, 512))
+    with ops.recording() as launches:
+        for layer in range(2):
+            ops.tree_mla(q, cache[layer], pages, 16, *streams, seq, seq, seq, bits, 0.1, out=out)
+        return [one.run for one in launches]
+
+
+def test_the_first_layer_starts_when_the_plan_has_ended(ends):
+    calls = recorded(None, CudaBackend(Hopper(lambda *_: None)))
+    assert [(call.entry, call.pdl) for call in calls] == [
+        ("tree_mla_plan", True), ("tree_mla", False), ("tree_mla_merge", True), ("tree_mla", True), ("tree_mla_merge", True),
+    ]  # fmt: skip
+
+
+def test_keys_that_a_step_copies_are_not_asked_for_early(ends):
+    """Private pages are written ahead of every layer."""
+    ops = CudaBackend(Hopper(lambda *_: None), invariant=True)
+    calls = recorded(PathPages(4, 2, 16), ops)
+    assert {call.entry for call in calls if "tree_mla" in call.entry} == {"tree_mla_plan", "tree_mla", "tree_mla_merge"}
+    assert all(call.pdl for call in calls)
+    (config,) = {choice for key, choice in ops._choices.items() if key[0] == "tree_mla"}
+    assert config.trials == (("MERGE_LATER", 1),)
+
+
+SPLIT = {"buckets": (72, 16, 4), "chunk": 70}  # two key tiles, each a split of its own
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(Config(1, 9, chunk=1), id="columns", marks=pytest.mark.slow), pytest.param(Config(8, 18, rows=True, chunk=1), id="rows")],
+)
+def test_the_model_is_the_definitions(make, ends, monkeypatch, config):  # noqa: F811
+    """On the shim, through the recorder; without the last launch, a layer's merge, it is not."""
+    monkeypatch.setattr(record_attention, "_config", lambda r, dims: config)
+    room = {"positions": 96, "pages": 13}
+    check_story(make(**room), VOCAB, **SPLIT)
+    with pytest.raises(AssertionError):
+        check_story(make(**room, dropped=("tree_mla",)), VOCAB, **SPLIT)
