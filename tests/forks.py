@@ -1,4 +1,7 @@
-"""Several processes for a test, by fork: quick, and the call may be a closure. Results come back by pipe."""
+"""Several processes for a test, by fork: quick, and the call may be a closure. Results come back by pipe.
+
+Where a process may have a GPU's context, which no fork survives, they start afresh: then the call is a function of a module.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_FORK: Any = multiprocessing.get_context("fork")
 
-
-def on_ranks(world: int, call: Callable[[int], Any], timeout_s: float = 60.0) -> list[Any]:
+def on_ranks(world: int, call: Callable[[int], Any], timeout_s: float = 60.0, start: str = "fork") -> list[Any]:
     """call(rank) in a process each; their results in rank order. Raises AssertionError with the traceback of one that fails."""
-    pipes = [_FORK.Pipe(duplex=False) for _ in range(world)]
-    ranks = [_FORK.Process(target=_run, args=(call, rank, pipes[rank][1])) for rank in range(world)]
+    context: Any = multiprocessing.get_context(start)
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    ranks = [context.Process(target=_run, args=(call, rank, pipes[rank][1])) for rank in range(world)]
     for process in ranks:
         process.start()
     try:

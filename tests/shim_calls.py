@@ -42,12 +42,15 @@ class Device:
 
 
 def _moved(value: Any, moved: list[tuple[int, int, int]]) -> Any:
-    """A ctypes argument with every pointer of it on the device; raises ValueError for memory that `address` has not seen."""
+    """A ctypes argument with every pointer of it on the device, those of structures in it too, but an array of pointers as it is: ranks'
+    regions, which no array is. Raises ValueError for memory that `address` has not seen."""
     if isinstance(value, ctypes.Structure):
         copy = type(value).from_buffer_copy(value)
         for name, kind in type(value)._fields_:
             if kind is ctypes.c_void_p:
                 setattr(copy, name, _moved(ctypes.c_void_p(getattr(value, name)), moved))
+            elif issubclass(kind, ctypes.Array) and issubclass(kind._type_, ctypes.Structure):
+                setattr(copy, name, kind(*(_moved(one, moved) for one in getattr(value, name))))
         return copy
     if not isinstance(value, ctypes.c_void_p) or not value.value:
         return value

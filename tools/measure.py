@@ -66,7 +66,7 @@ STEPS = (
         "invariance8", "invariance_h200", 60,
         ("tools/bench_invariance.py", *k26(8), *DRAFTER, "--prompts", "0", "--max-model-len", "8192", "--num-pages", "1200"), (KERNELS,),
     ),
-    Step("sanitizer", "sanitizer_h200", 240, ("tools/sanitize.py",), (KERNELS,)),
+    Step("sanitizer", "sanitizer_h200", 300, ("tools/sanitize.py",), (KERNELS,)),
     Step("serve", "serve_h200", 90, ("tools/bench_serve_gpu.py",), ("server", "runtime")),
     Step(
         "sweetspot", "sweetspot_h200", 180,

@@ -3,16 +3,18 @@
 
     python tools/sanitize.py                                        # all tools, all families; needs a GPU and compute-sanitizer
     python tools/sanitize.py --tools racecheck --families tree_mla,moe_w4 --json tools/results/sanitizer_h200.jsonl
+    python tools/sanitize.py --list                                 # families and their kernels; no GPU
 
 memcheck counts bad addresses, racecheck hazards in shared memory, initcheck reads of device memory nobody wrote, synccheck barriers
-misused. First every family runs without a tool, in both builds, so that kernels are compiled once and a broken test is not taken for
-a finding; then tools and families run side by side, a process each. What has not run when the time is up is recorded as such, and
-is no success. `planted` is a family of four kernels with one fault each: a tool that does not find its own is blind, and so is its
-column.
+misused. First every family runs without a tool, in both builds, so that kernels are compiled once, a broken test is not taken for
+a finding, and a kernel that its family (`tools/sanitize_families.py`) did not launch is named; then tools and families run side by
+side, a process each. What has not run when the time is up is recorded as such, and is no success. `planted` is a family of four
+kernels with one fault each: a tool that does not find its own is blind, and so is its column.
 
 racecheck does not follow a __syncwarp before a single lane's arrival at an mbarrier and would report each: it gets builds in which
-all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu has none: tensor copies fill its ring and wgmma alone reads it. CuPy's
-memory pool is off, so that memcheck sees where an array ends.
+all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu and chunk_*.cu have none: tensor copies fill their rings and wgmma alone
+reads them. CuPy's memory pool is off, so that memcheck sees where an array ends. The kernels that ranks meet in run in two
+processes of one GPU.
 GPU-unverified.
 """
 
@@ -37,25 +39,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_moe import provenance
 from tools.gpu_tests import kernels_digest
+from tools.sanitize_families import FAMILIES, not_launched
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "results" / "sanitizer_h200.jsonl"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-KERNELS = "tests/runtime/kernels_cu/"
-# family -> test file, pytest's -k: a few small shapes of each build
-FAMILIES = {
-    "moe_w4": (f"{KERNELS}test_moe_w4_gpu.py", "test_layer_matches or test_routing"),
-    "tree_mla": (f"{KERNELS}test_tree_mla_gpu.py", "(test_ragged and 48) or (test_heads and (rows-5 or rows-16 or 1-5 or 8-16))"),
-    "linear_stream": (f"{KERNELS}test_linear_stream_gpu.py", "test_is_the_definition"),
-    "linear_lt": (f"{KERNELS}test_linear_lt_gpu.py", "test_is_the_definition"),
-    "small ops": (f"{KERNELS}test_small_ops_gpu.py", "test_every_family"),
-    "residency": (f"{KERNELS}test_residency_gpu.py", ""),
-    "model": (f"{KERNELS}test_backend_gpu.py", "test_the_model and tiny and 64"),
-}
 PLANTED = "planted"
 PLAIN, LANES = "plain", "all lanes"  # columns without a tool: as built by default, and as racecheck gets it
-WITH_LANES = ("moe_w4", "tree_mla", "model")  # families that have such builds
-START = "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))"
+WITH_LANES = ("moe_w4", "tree_mla", "trials", "tree_paths", "model")  # families that have such builds
+START = """import sys, cupy, pytest
+from tools.sanitize_families import note_launches
+cupy.cuda.set_allocator(None)
+note_launches()
+sys.exit(pytest.main(sys.argv[1:]))"""
 FAULTS = r"""
 extern "C" __global__ void memcheck(int* a) { a[threadIdx.x + (1 << 20)] = 1; }
 extern "C" __global__ void racecheck(int* a) { __shared__ int s[64]; s[threadIdx.x] = threadIdx.x; a[threadIdx.x] = s[threadIdx.x ^ 32]; }
@@ -112,8 +108,8 @@ def command_of(family: str, tool: str) -> list[str]:
     """What runs a family's tests in one process."""
     if family == PLANTED:
         return [sys.executable, str(Path(__file__).resolve()), "--plant", tool]
-    file, chosen = FAMILIES[family]
-    return [sys.executable, "-c", START, "-q", "-m", "gpu", "-p", "no:cacheprovider", file, *(["-k", chosen] if chosen else [])]
+    file, expression = FAMILIES[family].file, FAMILIES[family].chosen
+    return [sys.executable, "-c", START, "-q", "-m", "gpu", "-p", "no:cacheprovider", file, *(["-k", expression] if expression else [])]
 
 
 def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
@@ -124,9 +120,12 @@ def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
     alone = tool in (PLAIN, LANES)
     environment = {**os.environ, **({"EVERY_LANE_ARRIVES": "1"} if tool in ("racecheck", LANES) else {})}
     with tempfile.TemporaryDirectory() as folder:
-        log, command = Path(folder) / "log", command_of(family, tool)
-        if not alone:
-            command = [sanitizer, "--tool", tool, "--print-limit", "20", "--log-file", str(log), *command]
+        log, notes, command = Path(folder) / "log", Path(folder) / "launched", command_of(family, tool)
+        if alone:
+            environment["LAUNCHED"] = str(notes)
+        else:  # all: a test may start ranks
+            options = ("--print-limit", "20", "--log-file", str(log), "--target-processes", "all")
+            command = [sanitizer, "--tool", tool, *options, *command]
         pipe = subprocess.PIPE
         popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         try:
@@ -136,10 +135,11 @@ def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
             popen.communicate()
             return Found(tool, family, "timeout", seconds=round(time.monotonic() - begin, 1))
         said = (0, 0, "") if alone else read_log(log.read_text(errors="replace") if log.exists() else "")
+        missed = not_launched(family, notes) if alone else []
     passed, failed = (1, 0) if family == PLANTED else read_counts(out)
-    state = "done" if said and passed and not failed else "failed"
+    state = "done" if said and passed and not failed and not missed else "failed"
     errors, hazards, first = said or (0, 0, "")
-    last = (err or out).strip().rpartition("\n")[2]
+    last = f"not launched: {', '.join(missed)}" if missed and passed and not failed else (err or out).strip().rpartition("\n")[2]
     seconds = round(time.monotonic() - begin, 1)
     return Found(tool, family, state, errors, hazards, passed, failed, seconds, first or ("" if state == "done" else last[:400]))
 
@@ -211,15 +211,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="", help=f"comma-separated (default {','.join(TOOLS)})")
     parser.add_argument("--families", default="", help=f"comma-separated (default {','.join(FAMILIES)})")
-    parser.add_argument("--limit", type=float, default=230.0, metavar="S", help="seconds for all (default 230)")
+    parser.add_argument("--limit", type=float, default=290.0, metavar="S", help="seconds for all (default 290)")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1), help="processes at once")
     parser.add_argument("--sanitizer", metavar="PATH", help="compute-sanitizer, where it is not found")
     parser.add_argument("--json", type=Path, default=RECORDS, help="where records are appended")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
+    parser.add_argument("--list", action="store_true", help="print the families and their kernels")
     parser.add_argument("--plant", choices=TOOLS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.plant:
         return plant(options.plant)
+    if options.list:
+        print("\n".join(f"{name:14} {family.file} {family.chosen!r}: {' '.join(family.kernels)}" for name, family in FAMILIES.items()))
+        return 0
     try:
         tools, families = chosen(options.tools, TOOLS, "--tools"), chosen(options.families, FAMILIES, "--families")
         sanitizer = find_sanitizer(options.sanitizer)

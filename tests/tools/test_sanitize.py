@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tools import sanitize
-from tools.sanitize import FAMILIES, FAULTS, PLANTED, ROOT, TOOLS, Found, read_counts, read_log, verdict
+from tools.sanitize import FAULTS, PLANTED, ROOT, TOOLS, Found, read_counts, read_log, verdict
+from tools.sanitize_families import BENCH_ALONE, FAMILIES, SOURCES, kernel_entries, not_launched
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 BAD = (
@@ -44,12 +45,13 @@ print("1 failed, 2 passed in 1.0s" if "moe_w4" in command and tool == "synccheck
 def ran(tmp_path, monkeypatch, capsys):
     """Runs the tool over families; (exit status, records, what was printed)."""
 
-    def run(families: str, quiet: str = "", limit: float = 60.0):
+    def run(families: str, quiet: str = "", limit: float = 60.0, idle: str = ""):
         program, records = tmp_path / "compute-sanitizer", tmp_path / "found.jsonl"
         program.write_text(STAND_IN.format(python=sys.executable, quiet=quiet, race=RACE, bad=BAD, clean=CLEAN))
         program.chmod(0o755)
         monkeypatch.setattr(sanitize, "provenance", lambda commit: {"gpu": "none", "commit": commit})
-        plain = [sys.executable, "-c", "print('3 passed in 0.1s')"]
+        launched = sorted({kernel for family in FAMILIES.values() for kernel in family.kernels} - {idle})
+        plain = [sys.executable, "-c", f"import os; print(*{launched}, file=open(os.environ['LAUNCHED'], 'w')); print('3 passed in 0.1s')"]
         command_of = sanitize.command_of
         monkeypatch.setattr(
             sanitize, "command_of", lambda family, tool: plain if tool in (sanitize.PLAIN, sanitize.LANES) else command_of(family, tool)
@@ -90,6 +92,52 @@ def test_a_blind_tool_shows(ran):
     assert status == 1 and "initcheck is blind: 0 errors where a fault is planted" in text
 
 
+def test_a_kernel_that_its_family_did_not_launch_shows(ran):
+    status, records, text = ran("tree_mla,model", idle="tree_mla_plan")
+    assert status == 1 and "plain over tree_mla: failed (not launched: tree_mla_plan)" in text
+    assert {r["state"] for r in records if r["tool"] in TOOLS} == {"done"}, "the tools run all the same"
+
+
+def test_launches_are_noted_once(tmp_path, monkeypatch):
+    from runtime.kernels_cu import _launch
+    from tools.sanitize_families import note_launches
+
+    class Launch:
+        def __init__(self, name):
+            self.function, self.streams = type("F", (), {"name": name}), []
+
+        def run(self, stream):
+            self.streams.append(stream)
+
+    notes = tmp_path / "launched"
+    monkeypatch.setattr(_launch, "Launch", Launch)
+    monkeypatch.setenv("LAUNCHED", str(notes))
+    note_launches()
+    made = [Launch("tree_mla"), Launch("tree_mla"), Launch("tree_mla_plan")]
+    for launch in made:
+        launch.run(7)
+    assert notes.read_text().split() == ["tree_mla", "tree_mla_plan"] and [m.streams for m in made] == [[7]] * 3
+    assert not_launched("tree_mla", notes) == [] and not_launched("trials", notes) == ["tree_mla_merge"]
+
+
+def test_every_kernel_has_a_family():
+    """A kernel that is added without one, or named without being there, shows."""
+    here, named = set(kernel_entries()), {kernel for family in FAMILIES.values() for kernel in family.kernels}
+    assert named | set(BENCH_ALONE) == here and not named & set(BENCH_ALONE)
+
+
+def test_a_new_kernel_is_seen(tmp_path):
+    (tmp_path / "prim").mkdir()
+    for file in (*SOURCES.glob("*.cu"), *SOURCES.glob("prim/*.cuh")):
+        (tmp_path / file.relative_to(SOURCES)).write_text(file.read_text())
+    added = tmp_path / "prim" / "new.cuh"
+    added.write_text('extern "C" __global__ void __launch_bounds__(kThreads, 2)\n    brand_new(const int* a) {}\n')
+    assert kernel_entries(tmp_path).keys() - kernel_entries().keys() == {"brand_new"}
+    added.write_text('extern "C" __global__ void __cluster_dims__(2) other(const int* a) {}\n')
+    with pytest.raises(ValueError, match=r"new\.cuh: 1 kernels, of which 0 are read"):
+        kernel_entries(tmp_path)
+
+
 def test_a_finding_shows():
     found = [Found("racecheck", "tree_mla", "done", hazards=2, passed=3, first="Race"), Found("memcheck", PLANTED, "done", errors=1)]
     assert verdict(found) == ["racecheck over tree_mla: 2 hazards (Race)"]
@@ -106,12 +154,22 @@ def test_each_tool_has_its_fault():
     assert re.findall(r"void (\w+)\(", FAULTS) == list(TOOLS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_names_tests(family):
+COLLECT = """import pytest
+from tools.sanitize_families import FAMILIES
+
+class Count:
+    def pytest_collection_finish(self, session):
+        print("\\ncount", len(session.items))
+
+for family in FAMILIES.values():
+    chosen = ["-k", family.chosen] if family.chosen else []
+    pytest.main(["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", family.file, *chosen], plugins=[Count()])
+"""
+
+
+def test_every_family_names_tests():
     """Each expression picks some GPU tests, and each file exists."""
-    file, chosen = FAMILIES[family]
-    assert Path(ROOT / file).is_file()
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
-    found = subprocess.run([*command, *(["-k", chosen] if chosen else [])], cwd=ROOT, capture_output=True, text=True, check=False)
-    count = len([line for line in found.stdout.splitlines() if "::" in line])
-    assert 1 <= count <= 48, found.stdout[-400:]
+    found = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    counts = dict(zip(FAMILIES, map(int, re.findall(r"^count (\d+)$", found.stdout, re.M)), strict=True))
+    assert all(1 <= count <= 48 for count in counts.values()), counts
+    assert all(Path(ROOT / family.file).is_file() for family in FAMILIES.values())

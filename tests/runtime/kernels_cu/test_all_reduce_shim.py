@@ -20,7 +20,7 @@ from runtime.kernels_np import dense as define
 from runtime.shared import SharedBlock
 from tests.forks import on_ranks
 from tests.mutants import mutant
-from tests.shim_calls import bf16, poisoned, run_call
+from tests.shim_calls import Device, address, bf16, forget, poisoned, run_call
 
 EPS = 1e-5
 HIDDEN = 512  # 64 vectors
@@ -67,20 +67,29 @@ MIXED: list[Step] = [
 
 def run_steps(w: World, rank: int, steps: list[Step], dead: bool = False) -> list[str]:
     """Runs the calls on one rank; what was wrong."""
-    ranks, state, told = w.rank(rank)
-    wrong = []
+    return walk(w.config, w.lib, w.rank(rank), steps, dead)
+
+
+def walk(
+    config: kernel.Config, lib: ctypes.CDLL | Device, seat: tuple[kernel.Ranks, np.ndarray, np.ndarray], steps: list[Step], dead: bool
+) -> list[str]:
+    """The calls of one rank, on the shim or on a device. seat: as `World.rank` has it."""
+    ranks, state, told = seat
+    rank, wrong = ranks.rank, []
     for n, (kind, m, with_norm) in enumerate(steps):
-        parts, rng = parts_of(w.config.world, m, n), np.random.default_rng(1000 + n)
+        parts, rng = parts_of(config.world, m, n), np.random.default_rng(1000 + n)
         seq = np.zeros(m, np.int32)
         if dead and m > 1:
             seq[m // 2] = -1
             parts[:, m // 2] = np.nan
         x, weight = rng.standard_normal((m, HIDDEN)).astype(bf16), rng.standard_normal(HIDDEN).astype(bf16)
         own, before, want_x, want, out = parts[rank].copy(), x.copy(), x.copy(), np.zeros_like(x), poisoned(m, HIDDEN)
-        norm = kernel.Norm(x.ctypes.data, weight.ctypes.data, out.ctypes.data, EPS) if with_norm else None
+        address(state), address(told)  # which a device takes along with each call
+        norm = kernel.Norm(address(x), address(weight), address(out), EPS) if with_norm else None
         shot = kernel.one_shot if kind == "one" else kernel.two_shot
-        call = shot(w.config, m, HIDDEN, ranks, part=own.ctypes.data, norm=norm, seq=seq.ctypes.data if dead else 0)
-        run_call(w.lib, call, descending=n % 2 == 1)
+        call = shot(config, m, HIDDEN, ranks, part=address(own), norm=norm, seq=address(seq) if dead else 0)
+        run_call(lib, call, descending=n % 2 == 1)
+        forget()
         total, live = sum_of(parts), seq >= 0
         if not with_norm and own[live].tobytes() != total[live].tobytes():
             wrong.append(f"call {n}, {kind} of {m} rows: not the sum")

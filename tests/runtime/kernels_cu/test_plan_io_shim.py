@@ -96,9 +96,9 @@ class Bucket:
         np.testing.assert_array_equal(self.live, [*(len(getattr(plan, name)) for name in self.names), self.sequence[0]])
 
 
-def check_steps(get, rng, descending: bool = False) -> None:
+def check_steps(get, rng, descending: bool = False, sizes=(1, 5, 64, 65, 200)) -> None:
     """One bucket after another, plan after plan into the same fields: large, small, of one row, large again."""
-    for rows in (1, 5, 64, 65, 200):
+    for rows in sizes:
         bucket = Bucket(LAYOUT, STEP_FIELDS, rows, FILLS)
         for seqs, most in ((min(9, rows), max(1, rows // 9)), (1, 1), (1, min(rows, 130)), (min(3, rows), max(1, rows // 3))):
             plan = sample_plan(rng, seqs, most)

@@ -22,9 +22,10 @@ from runtime.shared import SharedBlock
 from tests.draws import Draws, adjusted, mixed
 from tests.forks import on_ranks
 from tests.mutants import mutant
-from tests.shim_calls import address, run_call
+from tests.shim_calls import Device, address, run_call
 
 Get = Callable[[str, dict[str, int]], ctypes.CDLL]
+Library = ctypes.CDLL | Device
 Found = dict[str, np.ndarray]
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 
@@ -43,31 +44,30 @@ class Group:
 
         def on_rank(rank: int) -> list[Found]:
             state, told = np.zeros(self.config.state_bytes() // 4, np.uint32), np.zeros(1, np.uint32)
-            ranks = Ranks(rank, at, state.ctypes.data, told.ctypes.data, self.spins)
-            found = [self.launch(step, ranks, spare, dead) for step in steps]
+            ranks = Ranks(rank, at, address(state), address(told), self.spins)
+            found = [launch(self.lib, self.config, step, ranks, spare, dead) for step in steps]
             assert not told[0] and not state[-1], f"rank {told[0] - 1} did not come"
             return found
 
         return on_ranks(self.config.world, on_rank)
 
-    def launch(self, step: Draws, ranks: Ranks, spare: int = 0, dead: Sequence[int] = ()) -> Found:
-        (rows, vocab), share = step.logits.shape, step.logits.shape[1] // self.config.world
-        own = np.full((rows + spare, share), np.nan, np.float32)
-        own[:rows] = step.logits[:, ranks.rank * share : (ranks.rank + 1) * share]
-        own[list(dead)] = np.nan
-        seq = step.seq.copy()
-        seq[list(dead)] = -1
-        found = {
-            name: np.concatenate([a, np.full((spare, *a.shape[1:]), a.flat[0] if a.size else 0)]) for name, a in step.outputs().items()
-        }
-        lengths = {"live_seq": "adjust_seq", "live_row": "adjust_row", "live_masks": "mask_rows"}
-        live = {"live": rows} | {name: len(step.plan[table]) for name, table in lengths.items()}
-        counts = {name: np.array([n], np.int32) for name, n in live.items()}
-        beyond = np.concatenate([step.out_rows, np.full(spare, 1 << 30, np.int32)])
-        arrays = {**step.plan, **found, **counts, "out_rows": beyond, "seq": seq, "logits": own}
-        call = kernel.call(rows + spare, share, step.top, self.config, {n: address(a) for n, a in arrays.items()}, ranks, -(-vocab // 32))
-        run_call(self.lib, call)
-        return {name: a[:rows] for name, a in found.items()}
+
+def launch(lib: Library, config: kernel.Config, step: Draws, ranks: Ranks, spare: int = 0, dead: Sequence[int] = ()) -> Found:
+    """One rank's launch, on the shim or on a device."""
+    (rows, vocab), share = step.logits.shape, step.logits.shape[1] // config.world
+    own = np.full((rows + spare, share), np.nan, np.float32)
+    own[:rows] = step.logits[:, ranks.rank * share : (ranks.rank + 1) * share]
+    own[list(dead)] = np.nan
+    seq = step.seq.copy()
+    seq[list(dead)] = -1
+    found = {name: np.concatenate([a, np.full((spare, *a.shape[1:]), a.flat[0] if a.size else 0)]) for name, a in step.outputs().items()}
+    lengths = {"live_seq": "adjust_seq", "live_row": "adjust_row", "live_masks": "mask_rows"}
+    live = {"live": rows} | {name: len(step.plan[table]) for name, table in lengths.items()}
+    counts = {name: np.array([n], np.int32) for name, n in live.items()}
+    beyond = np.concatenate([step.out_rows, np.full(spare, 1 << 30, np.int32)])
+    arrays = {**step.plan, **found, **counts, "out_rows": beyond, "seq": seq, "logits": own}
+    run_call(lib, kernel.call(rows + spare, share, step.top, config, {n: address(a) for n, a in arrays.items()}, ranks, -(-vocab // 32)))
+    return {name: a[:rows] for name, a in found.items()}
 
 
 def check(step: Draws, ranks: Sequence[Found]) -> None:
@@ -133,7 +133,7 @@ def test_a_rank_that_does_not_come_is_named(shim: Get) -> None:
         state, told = np.zeros(group.config.state_bytes() // 4, np.uint32), np.zeros(1, np.uint32)
         at = [int(block.array(0, 1).ctypes.data) for block in group.blocks]
         for _ in range(3):
-            group.launch(step, Ranks(rank, at, state.ctypes.data, told.ctypes.data, group.spins))
+            launch(group.lib, group.config, step, Ranks(rank, at, state.ctypes.data, told.ctypes.data, group.spins))
         assert state[-1] == told[0]
         return int(told[0])
 
@@ -167,26 +167,37 @@ def gathered(get: Get, seat_config: kernel.Config, shapes: Sequence[tuple[int, i
 
     def on_rank(rank: int) -> list[np.ndarray]:
         state, told = np.zeros(seat_config.state_bytes() // 4, np.uint32), np.zeros(1, np.uint32)
-        seat, found = kernel.Seat(seat_config, Ranks(rank, at, state.ctypes.data, told.ctypes.data, 2_000_000)), []
-        for rows, width in shapes:
-            x, out = part_of(rank, rows, width), np.zeros((rows, seat_config.world * width), np.uint16)
-            run_call(lib, gather_ranks.call(seat, rows, 2 * width, x=x.ctypes.data, out=out.ctypes.data))
-            found.append(out)
-        return found
+        return gather(lib, kernel.Seat(seat_config, Ranks(rank, at, address(state), address(told), 2_000_000)), shapes)
 
     return on_ranks(seat_config.world, on_rank)
+
+
+def gather(lib: Library, seat: kernel.Seat, shapes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    """One rank's launches, on the shim or on a device."""
+    found = []
+    for rows, width in shapes:
+        x, out = part_of(seat.ranks.rank, rows, width), np.zeros((rows, seat.config.world * width), np.uint16)
+        run_call(lib, gather_ranks.call(seat, rows, 2 * width, x=address(x), out=address(out)))
+        found.append(out)
+    return found
 
 
 def part_of(rank: int, rows: int, width: int) -> np.ndarray:
     return np.random.default_rng([rank, rows]).integers(0, 1 << 16, (rows, width), np.uint16)
 
 
+SHAPES = [(3, 264), (1, 4), (4, 2048), (2, 264), (2, 8)]  # rows, width
+
+
+def check_gathered(by_rank: Sequence[list[np.ndarray]], world: int) -> None:
+    for found in by_rank:
+        for got, (rows, width) in zip(found, SHAPES, strict=True):
+            assert np.array_equal(got, np.concatenate([part_of(rank, rows, width) for rank in range(world)], axis=1))
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_are_gathered_side_by_side(shim: Get, world: int) -> None:
-    shapes = [(3, 264), (1, 4), (4, 2048), (2, 264), (2, 8)]
-    for found in gathered(shim, kernel.Config(world, 64, 4), shapes):
-        for got, (rows, width) in zip(found, shapes, strict=True):
-            assert np.array_equal(got, np.concatenate([part_of(rank, rows, width) for rank in range(world)], axis=1))
+    check_gathered(gathered(shim, kernel.Config(world, 64, 4), SHAPES), world)
 
 
 def test_a_fault_in_the_gather_shows(tmp_path: Any) -> None:

@@ -5,22 +5,21 @@ Recorded in tools/results/gpu_tests.jsonl (`tools/gpu_tests.py --check`).
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 
-from runtime.kernels_cu import block_attention, dense, draft, linear_skinny, mla_prep, sample
-from runtime.kernels_cu._call import Call
+from runtime.kernels_cu import block_attention, dense, top_merge
 from tests.runtime.kernels_cu import test_block_attention_shim as of_attention
 from tests.runtime.kernels_cu import test_dense_shim as of_dense
 from tests.runtime.kernels_cu import test_draft_shim as of_draft
 from tests.runtime.kernels_cu import test_linear_skinny_shim as of_linear
 from tests.runtime.kernels_cu import test_mla_prep_shim as of_mla
+from tests.runtime.kernels_cu import test_plan_io_shim as of_plan
 from tests.runtime.kernels_cu import test_sample_shim as of_sample
-from tests.shim_calls import Device, forget, run_call
-
-FAMILIES = {f"{m.SOURCE.removesuffix('.cu')}_entry.cu": m for m in (block_attention, dense, draft, linear_skinny, mla_prep, sample)}
+from tests.runtime.kernels_cu import test_top_merge_shim as of_merge
+from tests.runtime.kernels_cu.gpu_calls import gpu_calls, stand_in_calls
+from tests.shim_calls import Device, forget
+from tools.sanitize_families import FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -32,57 +31,12 @@ def clean():
 
 @pytest.fixture
 def gpu():
-    """get(entry, defines) as the fixture `shim`, on the current CUDA device."""
-    import cupy
-
-    from runtime.kernels_cu._build import build
-    from runtime.kernels_cu._launch import load
-
-    capability = cupy.cuda.Device().compute_capability
-    arch = f"sm_{capability}" + ("a" if int(capability) >= 90 else "")
-    runtime, held = cupy.cuda.runtime, []
-
-    def upload(array: np.ndarray) -> int:
-        held.append(cupy.cuda.alloc(array.nbytes))
-        runtime.memcpy(held[-1].ptr, array.ctypes.data, array.nbytes, runtime.memcpyHostToDevice)
-        return int(held[-1].ptr)
-
-    def download(at: int, array: np.ndarray) -> None:
-        runtime.memcpy(array.ctypes.data, at, array.nbytes, runtime.memcpyDeviceToHost)
-
-    def get(source: str, defines: dict[str, int]) -> Device:
-        family = FAMILIES[source]
-        functions = load(build(family.SOURCE, defines, arch).code, family.ENTRIES)
-
-        def launch(call: Call) -> None:
-            call.launch(functions).run(cupy.cuda.get_current_stream().ptr)
-            runtime.deviceSynchronize()
-
-        return Device(upload, launch, download, held.clear)
-
-    return get
+    return gpu_calls()
 
 
 @pytest.fixture
 def stand_in(shim):
-    """A device whose memory is other memory of the host, and whose kernels are the shim's: what finds a pointer not moved."""
-
-    def get(source: str, defines: dict[str, int]) -> Device:
-        library, copies = shim(source, defines), {}
-
-        def upload(array: np.ndarray) -> int:
-            room = np.empty(array.nbytes + 64, np.uint8)
-            at = -(-int(room.ctypes.data) // 64) * 64
-            copies[at] = room
-            ctypes.memmove(at, array.ctypes.data, array.nbytes)
-            return at
-
-        def download(at: int, array: np.ndarray) -> None:
-            ctypes.memmove(array.ctypes.data, at, array.nbytes)
-
-        return Device(upload, lambda call: run_call(library, call), download, copies.clear)
-
-    return get
+    return stand_in_calls(shim)
 
 
 def everything(get, rng) -> None:
@@ -101,6 +55,7 @@ def everything(get, rng) -> None:
     rows.out[:] = np.nan
     of_dense.check_embed(rows, rng)
     of_dense.check_gather(get, rng)
+    of_dense.check_copy(get, rng)
     for name in of_dense.MOVES:
         of_dense.check_moves(get, rng, name)
         forget()
@@ -114,10 +69,28 @@ def everything(get, rng) -> None:
     for config, m, n, k in of_linear.SHAPES:
         of_linear.check(get, rng, config, m, n, k)
         forget()
+    of_linear.check(get, rng, *of_linear.SHAPES[2], np.float32)
+    forget()
+    of_merge.check(*of_merge.merged(get, 4, 256, 5))
+    of_merge.check_beside(get, top_merge.Config(3, 32), 5, 132)
+    for check in (of_plan.check_drafts, of_plan.check_rows, of_plan.check_results):
+        forget()
+        check(get, rng)
+    forget()
+    of_plan.check_steps(get, rng, sizes=(5, 65))
 
 
-def test_the_stand_in_passes(stand_in, rng):
+def test_the_stand_in_passes_and_takes_every_small_kernel(stand_in, rng, monkeypatch):
+    """The list by which tools/sanitize.py knows what this file launches is what it launches."""
+    taken, run = set(), Device.run
+
+    def noted(device, call):
+        taken.add(call.entry)
+        run(device, call)
+
+    monkeypatch.setattr(Device, "run", noted)
     everything(stand_in, rng)
+    assert taken == set(FAMILIES["small ops"].kernels)
 
 
 def test_a_pointer_that_is_not_moved_shows(stand_in):

@@ -82,14 +82,18 @@ def test_planted_faults_are_found(tmp_path: Any, old: str, new: str) -> None:
         check(*merged(mutant(tmp_path, "top_merge.cu", old, new), 2, 64, 16))
 
 
+def check_beside(get: Get, config: kernel.Config, rows: int, width: int) -> None:
+    parts = np.random.default_rng(0).standard_normal((config.world, rows, width)).astype(np.float32)
+    out = poisoned(rows, config.world * width, dtype=np.float32)
+    lib = get("top_merge_entry.cu", config.defines())
+    run_call(lib, kernel.side_by_side(config, rows, 4 * width, parts=address(parts), out=address(out)))
+    assert np.array_equal(out, np.concatenate(list(parts), axis=1))
+
+
 @pytest.mark.parametrize(("world", "rows", "width"), [(2, 3, 8), (3, 5, 132), (8, 1, 260)])
 def test_rows_stand_side_by_side(shim: Get, world: int, rows: int, width: int) -> None:
     config = kernel.Config(world, 32)
-    parts = np.random.default_rng(0).standard_normal((world, rows, width)).astype(np.float32)
-    out = poisoned(rows, world * width, dtype=np.float32)
-    lib = shim("top_merge_entry.cu", config.defines())
-    run_call(lib, kernel.side_by_side(config, rows, 4 * width, parts=address(parts), out=address(out)))
-    assert np.array_equal(out, np.concatenate(list(parts), axis=1))
+    check_beside(shim, config, rows, width)
     with pytest.raises(ValueError, match="a row must be a positive multiple of 16 bytes"):
         kernel.side_by_side(config, rows, 20, parts=0, out=0)
 

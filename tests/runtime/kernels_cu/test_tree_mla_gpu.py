@@ -12,6 +12,7 @@ from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates
 from runtime.ops import OPS
 from tests.compare import check_bitwise, check_close
 from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, make_batch
+from tests.runtime.kernels_cu.test_tree_mla_shim import CASES, TRIALS, with_trials
 from tools.mla_rig import PLAN, Attention
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,12 @@ def test_heads(heads, octets):
     config = ROWS if octets == "rows" else next(c for c in candidates(Dims(64, 4, heads, 4096)) if c.octets == octets)
     batch = make_batch(heads, [9, 3], [1000, 130], seed=heads)
     check_close(Device(batch, config).run(), batch.reference(), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_trials_match_the_definition(name):
+    batch = CASES[name][1]
+    check_close(Device(batch, with_trials(name)).run(), batch.reference(), TOLERANCE)
 
 
 @pytest.mark.parametrize("config", [Config(), Config(octets=2, slots=9, producers=2, wgmma=False)], ids=str)

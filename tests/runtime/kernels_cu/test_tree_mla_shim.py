@@ -96,12 +96,15 @@ TRIALS = {  # of prim/mla_trials.cuh, and fields of the configuration
 }
 
 
+def with_trials(name: str) -> Config:
+    fields = {field: value for field, value in TRIALS[name].items() if field.islower()}
+    return replace(CASES[name][0], trials=tuple((trial, value) for trial, value in TRIALS[name].items() if trial.isupper()), **fields)
+
+
 @pytest.mark.parametrize("name", TRIALS)
 def test_trials_match_the_definition(shim, name):
     config, batch = CASES[name]
-    fields = {field: value for field, value in TRIALS[name].items() if field.islower()}
-    trials = tuple((trial, value) for trial, value in TRIALS[name].items() if trial.isupper())
-    got = check(batch, shim, replace(config, trials=trials, **fields), descending=True)
+    got = check(batch, shim, with_trials(name), descending=True)
     if not TRIALS[name].keys() & {"MERGE_LATER", "AS_THEY_LAND"}:  # which sum in another order
         check_bitwise(got, run(batch, shim, config))
 
