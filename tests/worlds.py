@@ -19,6 +19,7 @@ from runtime.stats import EngineStats
 from runtime.stream import TextStream
 from runtime.tree import grow
 from runtime.types import DraftTree, Emission, Request, SamplingParams, TokenLogprob
+from tests.waits import turns
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,7 +78,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Got]:
     got = {request.id: Got() for request in requests}
     for request in requests:
         engine.submit(request, got[request.id].add)
-    while any(g.finish is None for g in got.values()):
+    for _ in turns(lambda: any(g.finish is None for g in got.values()), "requests without an end"):
         engine.step()
     return got
 

@@ -18,6 +18,7 @@ from runtime.stats import EngineStats
 from runtime.tree import check_tree
 from tests.runtime.test_speculate import Drafter, logits_for, root
 from tests.scripted import BrokenPlan, ScriptedExecutor, make_engine, make_request, run_all, scattered
+from tests.waits import turns
 from tests.workloads import REQUESTS, differing, executor
 
 AUTO = SpeculativeConfig(method="ddtree", tree_budget="auto")
@@ -154,7 +155,7 @@ def test_a_long_prompt_beside_decoding_streams(monkeypatch: pytest.MonkeyPatch) 
     alone = made.stats().budget_records[-1]
     assert alone.bucket == 8 and len(alone.nodes) == 4
     made.submit(make_request("long", np.arange(100) % 90, max_tokens=2))
-    while made.stats().prompt_tokens < 112:
+    for _ in turns(lambda: made.stats().prompt_tokens < 112, "a prompt that is not read"):
         made.step()
     beside = made.stats().budget_records[-1]
     assert beside.rows == 64 and len(beside.nodes) == 4, "the prompt fills what the streams leave"

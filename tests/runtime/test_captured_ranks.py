@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -59,6 +60,7 @@ class Forked:
             child = os.fork()
             if child == 0:
                 code = 1
+                signal.alarm(60)  # ends it, should nobody tell it anything
                 try:
                     block = SharedBlock.open(os.read(ours, 4096).decode())
                     follow(Worker(forgets and rank == 2), MEETING, block, rank)

@@ -24,6 +24,7 @@ from tests.scripted import (
     step_until,
     tokens_of,
 )
+from tests.waits import turns
 
 V = 97
 
@@ -161,7 +162,7 @@ def test_a_thousand_requests_leave_nothing_behind(speculative: Any) -> None:
     aborted: set[str] = set()
     coming = iter(requests)
     request = next(coming)
-    while len(got) < 1000 or any(not finishes(g) for g in got.values()):
+    for _ in turns(lambda: len(got) < 1000 or any(not finishes(g) for g in got.values()), "requests without an end"):
         while len(got) < 1000:
             try:
                 engine.submit(request, got.setdefault(request.id, []).append)

@@ -11,6 +11,7 @@ import pytest
 from runtime.engine import ShuttingDown
 from runtime.types import Emission
 from tests.scripted import EOS, Language, ScriptedExecutor, expected_tokens, make_engine, make_request, scattered, tokens_of
+from tests.waits import join, turns
 
 
 def finishes(emissions: list[Emission]) -> list[str | None]:
@@ -52,7 +53,7 @@ def test_threads_submit_and_abort_while_it_runs() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     assert engine.shutdown(20)
     assert len(callers) == 1 and threading.get_ident() not in callers
     for request in requests:
@@ -151,7 +152,7 @@ def test_a_long_prompt_is_progress() -> None:
     engine.submit(make_request("a", [2 + i % 40 for i in range(1280)], max_tokens=2, ignore_eos=True), got.append)
     engine.start()
     began, ill = time.monotonic(), []
-    while not finishes(got):
+    for _ in turns(lambda: not finishes(got), "a prompt that is not read"):
         ill.append(engine.check_health())
         time.sleep(0.002)
     assert time.monotonic() - began > 1.2 and not any(ill)

@@ -15,6 +15,7 @@ from runtime.executor import Pending
 from runtime.stream import Pushed, TextStream
 from runtime.types import DraftLogits, DraftPlan, Emission, StepPlan, StepResult
 from tests.scripted import EOS, Language, ScriptedExecutor, expected_tokens, make_engine, make_request, run_all, scattered, tokens_of
+from tests.waits import turns
 
 STEP_S = 0.004
 
@@ -154,7 +155,7 @@ def test_what_was_exposed_is_counted() -> None:
             serve(engine, [request], lambda id, e: time.sleep(0.002))
         else:
             engine.submit(request, lambda e: time.sleep(0.002))
-            while engine._open:
+            for _ in turns(lambda engine=engine: engine._open, "requests without an end"):
                 engine.step()
         stats = engine._stats  # the last telling included
         assert stats.steps == 12 and stats.stage_s["emit"] >= 0.024 and stats.flown_s >= 12 * STEP_S * 0.9

@@ -24,6 +24,7 @@ from runtime.stage_comm import HostNeighbours
 from runtime.stage_hello import StageRefused
 from runtime.types import Request, SamplingParams
 from tests.runtime.test_processes import GREEDY, SEEDED, children, gone, requests, texts, texts_or_raise
+from tests.waits import turns
 from tests.worlds import Got, World, run
 
 
@@ -108,7 +109,7 @@ def test_a_killed_stage_ends_every_request_with_an_error(two: World) -> None:
     assert engine.check_health() is None
     os.kill(children()[-1], signal.SIGKILL)
     begun = time.monotonic()
-    while any(g.finish is None for g in got.values()):
+    for _ in turns(lambda: any(g.finish is None for g in got.values()), "requests without an end"):
         engine.step()
     assert time.monotonic() - begun < 5
     assert {g.finish for g in got.values()} == {"error"}

@@ -8,6 +8,7 @@ import pytest
 
 from runtime.types import Emission, Request
 from tests.scripted import EOS, Language, ScriptedExecutor, accept_runs, expected_tokens, make_engine, make_request, run_all, tokens_of
+from tests.waits import turns
 
 LANGUAGE = Language()
 PREFIX = list(range(30, 70))  # 40 tokens, 10 pages of 4
@@ -100,7 +101,7 @@ def test_requests_side_by_side_share_what_the_first_has_finished() -> None:
     engine.step()
     for request in requests[1:]:
         engine.submit(request, got[request.id].append)
-    while not all(g and g[-1].finish for g in got.values()):
+    for _ in turns(lambda: not all(g and g[-1].finish for g in got.values()), "requests without an end"):
         engine.step()
         engine._scheduler.check()
     assert [cached(got[r.id]) for r in requests] == [0, 40, 40, 40, 40, 40]

@@ -22,6 +22,7 @@ from runtime.processes import ProcessRanks, RankFailed
 from runtime.spawn import SpawnedPeers
 from runtime.speculate import NoSpeculation, TreeSpeculation
 from runtime.types import DraftPlan, Request, SamplingParams
+from tests.waits import turns
 from tests.worlds import Got, World, load_world, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -125,7 +126,7 @@ def test_a_killed_rank_ends_every_request_with_an_error(two: World) -> None:
     assert engine.check_health() is None
     os.kill(children()[-1], signal.SIGKILL)
     begun = time.monotonic()
-    while any(g.finish is None for g in got.values()):
+    for _ in turns(lambda: any(g.finish is None for g in got.values()), "requests without an end"):
         engine.step()
     assert time.monotonic() - begun < 5
     assert {g.finish for g in got.values()} == {"error"} and len(errors) == len(got)

@@ -94,8 +94,11 @@ def test_a_killed_reader_frees_the_writer_and_a_killed_writer_the_readers() -> N
         if rank == 0:
             child = os.fork()
             if child == 0:
-                ring.next()
-                time.sleep(60)
+                try:
+                    ring.next()
+                    time.sleep(60)
+                finally:
+                    os._exit(1)  # or it would go on as rank 0, whose child has the number 0: everybody's
             write(ring, STEP, 1)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -24,6 +24,7 @@ from runtime.stage_records import read_plan, receive_drafted, receive_result, se
 from runtime.types import DraftLogits, DraftPlan, StepResult
 from tests.forks import on_ranks
 from tests.plans import make_plan, page_table
+from tests.waits import join
 
 LAYOUT = PlanLayout(max_rows=8, max_seqs=3, max_pages=2, max_words=1, max_moves=8, max_adjust=64, mask_words=4)
 
@@ -56,7 +57,7 @@ def test_records_arrive_whole_in_order_and_by_kind(ends: tuple[Link, Link]) -> N
     second.read(came)
     assert word.tobytes() == b"ab" and np.array_equal(came, states)
     assert second.receive() == (8, 0)
-    sent.join()
+    join(sent)
 
 
 def test_a_record_that_is_not_the_next_one_or_is_too_short_is_refused(ends: tuple[Link, Link]) -> None:

@@ -50,7 +50,7 @@ kill $far $there
 
 def can_unshare() -> bool:
     tools = all(shutil.which(name) for name in ("ip", "unshare", "nsenter"))
-    return tools and subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode == 0
+    return tools and subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False, timeout=10).returncode == 0
 
 
 @pytest.mark.slow

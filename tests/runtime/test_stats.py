@@ -18,6 +18,7 @@ from runtime.trace import StepTrace
 from runtime.types import DraftTree
 from runtime.w4 import pack
 from tests.scripted import ScriptedExecutor, make_engine, make_request, run_all, scattered, tokens_of
+from tests.waits import turns
 
 
 def timed(times_ms: dict[int, float], steps: int = SURE_STEPS) -> EngineStats:
@@ -109,7 +110,7 @@ def test_every_stage_is_a_range_also_where_it_fails() -> None:
     engine = make_engine(ScriptedExecutor(guess=scattered(1), fail_at=4), {"tree_budget": 4})
     marks = engine._stats.ranges = Marks()
     engine.submit(make_request("a", [7], max_tokens=20, ignore_eos=True))
-    while engine.dead is None:
+    for _ in turns(lambda: engine.dead is None, "an engine that lives on"):
         engine.step()
     assert set(marks.seen) == set(STAGES), "and none inside another"
     assert marks.open == [], "the step that raised closed its range"

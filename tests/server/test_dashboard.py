@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import re
 import shutil
 import subprocess
 import threading
@@ -20,6 +19,7 @@ import pytest
 from tests.scripted import Language, ScriptedExecutor, scattered
 from tests.server import test_faults
 from tests.server.test_faults import VOCAB, body_of
+from tests.waits import line_with, turns
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
 serve = test_faults.serve
@@ -61,7 +61,7 @@ def browser() -> Iterator[Browser]:
     popen = subprocess.Popen([str(DRIVER), "--port=0"], stdout=subprocess.PIPE, text=True)
     if popen.stdout is None:
         raise RuntimeError("no pipe")
-    port = next(found[1] for line in popen.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+    port = line_with(popen, r"successfully on port (\d+)")[0][1]
     opened = Browser(f"http://127.0.0.1:{port}")
     yield opened
     opened.session("DELETE", "")
@@ -119,7 +119,7 @@ def test_the_page_shows_speculation_experts_and_the_threshold(browser: Browser, 
     assert shown == "5.5 of 8 experts a layer"
     for thread in asked:
         thread.join(30)
-    while drafting.engine.stats().running:  # the last step is counted after its answers have gone out
+    for _ in turns(lambda: drafting.engine.stats().running, "requests"):  # the last step is counted after its answers have gone out
         time.sleep(0.01)
     figures = drafting.client.get("/dashboard.json")[1]
     while browser.run("return history[history.length - 1].steps") < figures["steps"] and time.monotonic() < end + 15:

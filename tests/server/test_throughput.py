@@ -48,7 +48,9 @@ def first_event_ms(sock: socket.socket) -> float:
     begin, first, data = time.perf_counter(), None, b""
     sock.sendall(head.encode() + body)
     while not data.endswith(b"0\r\n\r\n"):
-        data += sock.recv(1 << 16)
+        came = sock.recv(1 << 16)
+        assert came, f"the server closed the connection after {data[-80:]!r}"
+        data += came
         if first is None and b"data: " in data:
             first = time.perf_counter()
     assert first is not None

@@ -21,7 +21,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     cert, key = where / "cert.pem", where / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     command += ["-keyout", str(key), "-out", str(cert), "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
     return str(cert), str(key)
 
 

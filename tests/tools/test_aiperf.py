@@ -29,8 +29,9 @@ def aiperf(tmp_path_factory: pytest.TempPathFactory) -> str:
     if load_env().test_level < 3:
         pytest.skip("no aiperf on the PATH: pip install aiperf in an environment of its own")
     where = tmp_path_factory.mktemp("aiperf")
-    subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
-    done = subprocess.run([str(where / "bin" / "pip"), "install", "-q", "aiperf"], capture_output=True, text=True, check=False)
+    subprocess.run([sys.executable, "-m", "venv", str(where)], check=True, timeout=120)
+    command = [str(where / "bin" / "pip"), "install", "-q", "aiperf"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
         pytest.skip(f"aiperf can not be installed: {done.stderr[-200:]}")
     return str(where / "bin" / "aiperf")

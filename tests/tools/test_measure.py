@@ -47,8 +47,8 @@ def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runtime" / "a.cu").write_text("1")
     (tmp_path / "other").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *words], check=True)
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+        subprocess.run([*git, *words], check=True, timeout=60)
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True, timeout=60).stdout.strip()
     (tmp_path / "made.jsonl").write_text(json.dumps({"cmd": "python -c 1 --json x", "commit": commit}) + "\n")
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
@@ -83,5 +83,6 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_list_needs_no_gpu() -> None:
-    found = subprocess.run([sys.executable, str(ROOT / "tools" / "measure.py"), "--list"], capture_output=True, text=True, check=True)
+    command = [sys.executable, str(ROOT / "tools" / "measure.py"), "--list"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert len(found.stdout.splitlines()) == len(STEPS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import pytest
 
 from model.tiny import make_tiny
 from server.client import ApiClient, ServerRefused
+from tests.waits import join, line_with
 
 ROOT = Path(__file__).resolve().parents[2]
 USER: Any = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
@@ -51,21 +51,15 @@ class Process:
 
 
 # OpenBLAS's threads wait for each other by spinning: on cores that are shared, steps of 60 ms became 4 s.
+ADDRESS = r" at (http://[\d.]+:\d+) "
 ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 
 
 def start(*options: str) -> Process:
     command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--port", "0", *options]
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT)
-    lines: list[str] = []
-    if popen.stdout is None:
-        raise RuntimeError("no pipe")
-    for line in popen.stdout:
-        lines.append(line.strip())
-        found = re.search(r" at (http://[\d.]+:\d+) ", line)
-        if found:
-            return Process(popen, found[1], lines)
-    raise AssertionError(f"the server ended with {popen.wait()}: {lines}")
+    found, lines = line_with(popen, ADDRESS)
+    return Process(popen, found[1], lines)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +159,7 @@ def test_n_choices_differ_and_repeat_and_company_changes_nothing(served: Process
         other.start()
     assert choices() == first, "beside three other requests"
     for other in others:
-        other.join()
+        join(other)
     alone = served.openai.completions.create(model="demo", prompt=CODE, max_tokens=10, seed=5, temperature=1.0).choices[0].text
     assert alone == first[0], "choice 0 is what n = 1 gives"
 

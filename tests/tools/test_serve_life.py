@@ -17,7 +17,8 @@ import pytest
 from model.tiny import make_tiny
 from runtime.stats import STAGES
 from server.client import ApiClient
-from tests.tools.test_serve import ENVIRONMENT, ROOT, is_ready, start, until
+from tests.tools.test_serve import ADDRESS, ENVIRONMENT, ROOT, is_ready, start, until
+from tests.waits import line_with
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,7 @@ def test_a_dead_or_hanging_engine_ends_the_process_within_5_s(tiny: str, fault: 
     argv = [tiny, "--port", "0", "--watchdog-timeout", "1", "--spec-method", "none"]
     script = BROKEN.format(root=str(ROOT), fault=fault, argv=argv)
     popen = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT)
-    if popen.stdout is None:
-        raise RuntimeError("no pipe")
-    url = next(found[1] for line in popen.stdout if (found := re.search(r" at (http://[\d.]+:\d+) ", line)))
+    url = line_with(popen, ADDRESS)[0][1]
 
     async def run() -> tuple[list[str], float]:
         begun: list[int] = []
@@ -116,9 +115,7 @@ def test_a_config_file_a_trace_and_the_lines_of_the_log(tiny: str, tmp_path: Pat
     command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--config", str(config)]
     with (tmp_path / "stderr").open("w") as stderr:
         popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd="/", env=ENVIRONMENT)
-    if popen.stdout is None:
-        raise RuntimeError("no pipe")
-    url = next(found[1] for line in popen.stdout if (found := re.search(r" at (http://[\d.]+:\d+) ", line)))
+    url = line_with(popen, ADDRESS)[0][1]
     client = ApiClient(url, "k1")
     client.post("/v1/completions", {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "temperature": 0})
     info = client.get("/server_info")

@@ -18,6 +18,7 @@ import pytest
 from model.tiny import make_tiny
 from runtime import LLM, SamplingParams
 from server.client import ApiClient
+from tests.waits import line_with
 
 ROOT = Path(__file__).resolve().parents[2]
 HAVE_SERVE = importlib.util.find_spec("ray") is not None and importlib.util.find_spec("fastapi") is not None
@@ -46,8 +47,7 @@ def test_two_replicas_give_the_text_of_one(tmp_path: Path) -> None:
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OPENBLAS_NUM_THREADS": "1"}
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd="/")
     try:
-        assert popen.stdout is not None
-        assert any("2 replica(s) at" in line for line in popen.stdout)
+        line_with(popen, r"2 replica\(s\) at")
         client = ApiClient(f"http://127.0.0.1:{port}")
         assert client.get("/health") == {"status": "ok"}
         body = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}

@@ -70,10 +70,10 @@ def test_a_stranger_and_a_node_that_was_told_other_things_are_refused(tiny: str)
     port = free_port()
     first = node(tiny, port, "--port", "0")
     strange = node(tiny, port, "--node-rank", "1", token="guess")
-    assert strange.wait(60) == 2 and "token" in strange.communicate()[1]
+    assert strange.wait(60) == 2 and "token" in strange.communicate(timeout=10)[1]
     other = node(tiny, port, "--node-rank", "1", "--max-num-seqs", "3")
     for process in (other, first):
-        assert process.wait(60) == 2 and "max_num_seqs is 64 here and 3 at stage 1" in process.communicate()[1]
+        assert process.wait(60) == 2 and "max_num_seqs is 64 here and 3 at stage 1" in process.communicate(timeout=10)[1]
 
 
 def test_nodes_started_by_hand_serve_one_model_and_drain_together(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_nodes_started_by_hand_serve_one_model_and_drain_together(tiny: str, mon
     texts = asyncio.run(asyncio.wait_for(ask(served.url, 30, strike), 60))
     assert sum('"finish_reason":"length"' in text for text in texts) == 3
     assert served.popen.wait(20) == 0 and second.wait(10) == 0
-    assert "this node ends when node 0 does" in second.communicate()[1]
+    assert "this node ends when node 0 does" in second.communicate(timeout=10)[1]
 
 
 @pytest.mark.parametrize(
