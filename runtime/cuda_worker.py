@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.executor import Pending
-from runtime.graph.audit import Audit, audit_program
+from runtime.graph.audit import Audit, audit_program, step_known
 from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes
 from runtime.graph.driver import Driver
 from runtime.graph.fields import DraftFields, Fields, StepFields
@@ -175,7 +175,8 @@ class CudaWorker:
         for program in programs:
             if measure:
                 self._launch(program, *_filled(program, probe))
-            known = probe.known(program.rows) if program.kind == "step" else {"keys": program.rows * probe.ctx}
+            step = program.kind == "step"
+            known = step_known(program.records, probe, program.rows) if step else {"keys": float(program.rows * probe.ctx)}
             found.append(audit_program(program, self.driver, self.backend.hw, known, repeats if measure else 0, ops))
         return Audit(self.backend.device.gpu, self.backend.hw, tuple(found), self.backend.arena.nbytes, steady)
 

@@ -74,20 +74,34 @@ def _moe_cost(s: Symbols) -> Cost:
     return Cost(6.0 * s["M"] * s["k"] * s["F"] * s["H"], weights + 2.0 * BF16 * s["M"] * s["H"], BF16 * s["M"] * s["H"])
 
 
+def _absorbed_rows(s: Symbols) -> float:
+    """Rows that no chunk_attention of the step takes: `chunk_rows` says how many it does, with `chunk_keys`, `chunk_row_keys`."""
+    return s["M"] - s.get("chunk_rows", 0.0)
+
+
+def _row_keys(s: Symbols) -> float:
+    """Keys that rows see, summed over all rows of the step."""
+    return s.get("row_keys", s["keys"] * s["M"] / max(s["B"], 1.0))
+
+
+def _absorbing_cost(s: Symbols, weights: float, read: float, written: float) -> Cost:
+    """A product with `weights` numbers for the absorbed rows, each of which reads and writes so many numbers; none, and nothing is read."""
+    rows = _absorbed_rows(s)
+    return Cost(2.0 * rows * weights, BF16 * ((weights if rows else 0.0) + rows * read), BF16 * rows * written)
+
+
 def _tree_mla_cost(s: Symbols) -> Cost:
     """Latents of each sequence's context are read once, whatever its rows; `keys` counts them over the batch."""
-    keys = s["keys"]
-    row_keys = s.get("row_keys", keys * s["M"] / max(s["B"], 1.0))
+    keys, row_keys = s["keys"] - s.get("chunk_keys", 0.0), _row_keys(s) - s.get("chunk_row_keys", 0.0)
     latent = s["L"] + s["R"]
-    io = s["M"] * s["A"]
+    io = _absorbed_rows(s) * s["A"]
     return Cost(2.0 * s["A"] * row_keys * (latent + s["L"]), BF16 * (keys * latent + io * latent), BF16 * io * s["L"])
 
 
 def _chunk_attention_cost(s: Symbols) -> Cost:
-    """All rows in chunks unless `chunk_rows` says how many are, of `row_keys` keys in all: each key is expanded once for every head."""
-    rows = s.get("chunk_rows", s["M"])
-    share = rows / s["M"]
-    keys, row_keys = share * s["keys"], share * s.get("row_keys", s["keys"] * s["M"] / max(s["B"], 1.0))
+    """All rows in chunks unless `chunk_rows` and its keys say which are: each key is expanded once for every head."""
+    given = (s["chunk_rows"], s["chunk_keys"], s["chunk_row_keys"]) if "chunk_rows" in s else (s["M"], s["keys"], _row_keys(s))
+    rows, keys, row_keys = given
     query, wide = s["N"] + s["R"], s["N"] + s["U"]
     flops = 2.0 * s["A"] * (keys * s["L"] * wide + row_keys * (query + s["U"]))
     read = keys * (s["L"] + s["R"]) + (s["A"] * s["L"] * wide if rows else 0.0) + rows * s["A"] * query
@@ -156,11 +170,7 @@ _ENTRIES = (
         "mla_query",
         "q: [M, A*(N+R)] bf16, w_uk: [A, L, N] bf16, pos: [M] i32, cos_sin: [X, R] f32 -> out: [M, A, L+R] bf16",
         "Absorbs the key up-projection into the query: out = [q_nope w_uk^T | rope(q_pe, pos)] for each head.",
-        lambda s: Cost(
-            2.0 * s["M"] * s["A"] * s["N"] * s["L"],
-            BF16 * s["A"] * (s["N"] * s["L"] + s["M"] * (s["N"] + s["R"])),
-            BF16 * s["M"] * s["A"] * (s["L"] + s["R"]),
-        ),
+        lambda s: _absorbing_cost(s, s["A"] * s["N"] * s["L"], s["A"] * (s["N"] + s["R"]), s["A"] * (s["L"] + s["R"])),
         ACCUMULATED,
         "weight absorption, arXiv 2405.04434 appendix C",
     ),
@@ -201,11 +211,7 @@ _ENTRIES = (
         "mla_value",
         "u: [M, A, L] bf16, w_uv: [A, U, L] bf16 -> out: [M, A*U] bf16",
         "out = u w_uv^T for each head: the value up-projection, after attention instead of before.",
-        lambda s: Cost(
-            2.0 * s["M"] * s["A"] * s["U"] * s["L"],
-            BF16 * s["A"] * (s["U"] * s["L"] + s["M"] * s["L"]),
-            BF16 * s["M"] * s["A"] * s["U"],
-        ),
+        lambda s: _absorbing_cost(s, s["A"] * s["U"] * s["L"], s["A"] * s["L"], s["A"] * s["U"]),
         ACCUMULATED,
         "arXiv 2405.04434 appendix C",
     ),

@@ -33,7 +33,7 @@ from runtime import loading
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.cost import Cost
 from runtime.cuda_loading import join_peers, load_parts, make_cuda_worker
-from runtime.graph.audit import group_ops
+from runtime.graph.audit import group_ops, step_known
 from runtime.graph.buckets import DEFAULT_SIZES
 from runtime.graph.probe import Probe
 from runtime.hw import HARDWARE, Hardware, find_hardware
@@ -126,7 +126,7 @@ def measure_steps(worker: Any, setup: Setup, repeats: int) -> list[Step]:
         plan = probe.step(rows, rows)
         host_us = host_time(worker, plan) if found.us is not None else None
         experts = distinct_experts(worker, records, plan)
-        known = {**probe.known(rows), **({"distinct": experts} if experts else {})}
+        known = {**step_known(records, probe, rows), **({"distinct": experts} if experts else {})}
         floors = {op: sum(r.cost(known).floor_us(hw) for r in group) for op, group in group_ops(records).items()}
         ops = {op.op: OpTime(op.us, floors[op.op], op.launches) for op in found.ops}
         steps.append(Step(rows, min(setup.streams, rows), found.us, sum(floors.values()), host_us, found.launches, ops, experts))
@@ -180,7 +180,7 @@ def measure_prompts(worker: Any, setup: Setup, hw: Hardware) -> list[Prefill]:
 def chunk_floor_us(worker: Any, setup: Setup, rows: int, ctx: int, hw: Hardware) -> float:
     """The floor of a chunk of one sequence that wants one token."""
     program = next(p for p in sorted(worker.programs(), key=lambda p: (p.rows, p.out_rows)) if p.kind == "step" and p.rows >= rows)
-    known = {**probe_of(worker, setup, 1, ctx).known(rows), "M": rows, "I": 1, "B": 1}
+    known = {**step_known(program.records, probe_of(worker, setup, 1, ctx), rows), "M": rows, "I": 1, "B": 1}
     costs: Iterable[Cost] = (record.cost(known) for record in program.records)
     return sum(cost.floor_us(hw) for cost in costs)
 

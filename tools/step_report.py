@@ -15,7 +15,7 @@ from rich.table import Table
 STAGES: dict[str, tuple[str, ...]] = {
     "experts": ("moe_w4", "route"),
     "products": ("linear", "silu_mul"),
-    "attention": ("mla_latent", "mla_query", "tree_mla", "mla_value", "kv_move"),
+    "attention": ("mla_latent", "mla_query", "tree_mla", "mla_value", "split_chunks", "chunk_attention", "kv_move"),
     "head": ("gather_rows", "linear_f32", "sample"),
 }
 COLOURS = ("#2f5d8a", "#7fa7c9", "#d9a441", "#8c6bb1", "#c9c9c9")

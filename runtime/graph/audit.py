@@ -12,6 +12,7 @@ from typing import Any
 
 from runtime.cost import Cost
 from runtime.graph.driver import Driver
+from runtime.graph.probe import Probe
 from runtime.graph.programs import Program
 from runtime.hw import Hardware
 from runtime.kernels_cu.recorder import Recorded
@@ -96,6 +97,12 @@ def audit_program(
         ops.append(OpShare(op, calls, len(records), total.bytes, total.flops, floor_us, op_us))
     us = driver.time_us(program.graph, repeats) if repeats else None
     return ProgramAudit(program.kind, program.rows, program.out_rows, program.captured, dict(program.graph.nodes), tuple(ops), us)
+
+
+def step_known(records: Iterable[Recorded], probe: Probe, rows: int) -> dict[str, float]:
+    """What the costs of a step of `rows` rows need: those that its split_chunks takes are chunk_attention's, the rest tree_mla's."""
+    split = next((record.symbols for record in records if record.op == "split_chunks" and record.symbols), None)
+    return probe.known(rows, split["least"], split["room"]) if split else probe.known(rows)
 
 
 def group_ops(records: Iterable[Recorded]) -> dict[str, list[Recorded]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from runtime.bits import chain_bits, forest_bits
+from runtime.chunks import TILE
 from runtime.types import I32, DraftPlan, StepPlan
 
 
@@ -27,15 +28,20 @@ class Probe:
         each = -(-positions // self.page_size)
         return (1 + np.arange(streams * each) % max(self.num_pages - 1, 1)).astype(np.int32).reshape(streams, each)
 
-    def step(self, rows: int, out_rows: int) -> StepPlan:
-        """A plan of exactly `rows` rows in at most `streams` sequences, of which the last out_rows want a token."""
+    def counts(self, rows: int) -> I32:
+        """Rows of each of at most `streams` sequences."""
         streams = min(self.streams, rows)
         counts = np.full(streams, rows // streams, np.int32)
         counts[: rows % streams] += 1
+        return counts
+
+    def step(self, rows: int, out_rows: int) -> StepPlan:
+        """A plan of exactly `rows` rows in at most `streams` sequences, of which the last out_rows want a token."""
+        counts = self.counts(rows)
         token = (np.arange(rows, dtype=np.int64) * 7919 % self.vocab).astype(np.int32)
         wanted = np.arange(rows - min(out_rows, rows), rows, dtype=np.int32)
-        pages = self.pages(streams, self.ctx + int(counts.max()))
-        plan = chains(counts, np.full(streams, self.ctx, np.int32), token, pages, self.page_size, wanted)
+        pages = self.pages(len(counts), self.ctx + int(counts.max()))
+        plan = chains(counts, np.full(len(counts), self.ctx, np.int32), token, pages, self.page_size, wanted)
         return trees(plan, counts, self.deepest) if self.deepest else plan
 
     def draft(self, streams: int, taps: int) -> DraftPlan:
@@ -45,10 +51,21 @@ class Probe:
         slots = self.page_size + tap % max((self.num_pages - 1) * self.page_size, 1)
         return DraftPlan(root, np.full(streams, self.ctx, np.int32), self.pages(streams, self.ctx + 1), tap, tap, slots.astype(np.int32))
 
-    def known(self, rows: int) -> dict[str, float]:
-        """What a step's costs need beyond shapes: keys over the batch, keys over all rows. All rows are priced as attended absorbed."""
-        streams = min(self.streams, rows)
-        return {"keys": streams * self.ctx + rows, "row_keys": rows * self.ctx + rows * (rows / streams + 1) / 2, "chunk_rows": 0.0}
+    def known(self, rows: int, least: int = 0, room: int = 0) -> dict[str, float]:
+        """What a step's costs need beyond shapes: keys over the batch, keys over all rows, and those of rows in long chunks.
+
+        least, room: as split_chunks has them; room 0: all rows are attended absorbed.
+        """
+        taken, left, total = np.zeros(3), room // TILE, np.zeros(3)
+        for count in self.counts(rows).tolist():
+            each = np.array([count, self.ctx + count, count * self.ctx + count * (count + 1) / 2])  # rows, keys, keys of all rows
+            tiles, chain = -(-(self.ctx + count) // TILE), not self.deepest or count <= self.deepest + 1
+            total += each
+            if count >= least and chain and tiles <= left:
+                taken += each
+                left -= tiles
+        chunks = dict(zip(("chunk_rows", "chunk_keys", "chunk_row_keys"), taken.tolist(), strict=True))
+        return {"keys": float(total[1]), "row_keys": float(total[2]), **chunks}
 
 
 def chains(counts: I32, ctx: I32, token: I32, pages: I32, page_size: int, out_rows: I32) -> StepPlan:

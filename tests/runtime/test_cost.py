@@ -68,3 +68,45 @@ def test_distinct_experts_override_the_uniform_expectation() -> None:
     cost = OPS["moe_w4"].cost
     assert cost({**symbols, "distinct": 8}).read_bytes < 0.04 * cost(symbols).read_bytes
     assert cost({**symbols, "distinct": 8}).flops == cost(symbols).flops
+
+
+KIMI = {"A": 64, "L": 512, "R": 64, "N": 128, "U": 128}
+# A chunk of 1,024 rows behind 8,192 keys, and beside it a tree of 9 rows behind 100 whose rows see 105 keys each.
+CHUNK = {"rows": 1024, "keys": 9216, "row_keys": 1024 * 8192 + 1024 * 1025 / 2}
+TREE = {"rows": 9, "keys": 109, "row_keys": 9 * 105.0}
+
+
+def costs_of(*taken: dict[str, float]) -> dict[str, Cost]:
+    """Each op of attention in a step of both, where chunk_attention takes these."""
+    known = {f"chunk_{name}": sum((one[name] for one in taken), 0.0) for name in CHUNK}
+    known |= {"M": 1033, "B": 2, "keys": 9216 + 109, "row_keys": CHUNK["row_keys"] + TREE["row_keys"]}
+    return {op: OPS[op].cost(KIMI | known) for op in ("mla_query", "tree_mla", "mla_value", "chunk_attention")}
+
+
+def check_a_chunk_and_a_tree(found: dict[str, Cost]) -> None:
+    """By hand, in numbers of two bytes: w_uk and w_uv have 64 x 512 x 128 = 4,194,304 each, a row's query 64 x 192 = 12,288."""
+    want = {
+        "chunk_attention": Cost(  # 9,216 keys expanded for every head, then 192 + 128 products a key that a row sees
+            128 * (9216 * 512 * 256 + 8_913_408 * 320), 2 * (9216 * 576 + 8_388_608 + 1024 * 12_288), 2 * 1024 * 8192
+        ),
+        "mla_query": Cost(2 * 9 * 4_194_304, 2 * (4_194_304 + 9 * 12_288), 2 * 9 * 64 * 576),
+        "tree_mla": Cost(128 * 945 * (576 + 512), 2 * (109 * 576 + 9 * 64 * 576), 2 * 9 * 64 * 512),
+        "mla_value": Cost(2 * 9 * 4_194_304, 2 * (4_194_304 + 9 * 64 * 512), 2 * 9 * 8192),
+    }
+    assert found == want
+
+
+def test_a_chunk_is_priced_unabsorbed_and_the_rest_absorbed() -> None:
+    found = costs_of(CHUNK)
+    check_a_chunk_and_a_tree(found)
+    nothing = costs_of()
+    assert nothing["chunk_attention"] == Cost() and nothing["tree_mla"].flops == 128 * (8_913_408 + 945) * 1088
+    assert nothing["tree_mla"].flops > 2.2 * found["chunk_attention"].flops, "1.24 against 0.52 Tflop"
+    all_taken = costs_of(CHUNK, TREE)
+    assert all(all_taken[op] == Cost() for op in ("mla_query", "tree_mla", "mla_value")), "weights are not read for no row"
+
+
+def test_mutation_another_pricing_shows() -> None:
+    for wrong in (costs_of(), costs_of(CHUNK, TREE), costs_of(TREE), costs_of(CHUNK) | {"mla_query": costs_of()["mla_query"]}):
+        with pytest.raises(AssertionError):
+            check_a_chunk_and_a_tree(wrong)

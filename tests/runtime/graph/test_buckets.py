@@ -7,6 +7,7 @@ import pytest
 
 from runtime.graph.buckets import DEFAULT_SIZES, fit_sizes, out_sizes, size_for
 from runtime.graph.probe import Probe
+from runtime.kernels_np.chunks import split_chunks
 from runtime.plan import PlanLayout, pack_plan, unpack_plan
 
 
@@ -65,4 +66,20 @@ def test_a_probes_drafts_and_keys():
     probe = Probe(streams=4, ctx=10, vocab=99, num_pages=9, page_size=16)
     plan = probe.draft(2, 3)
     assert plan.pos.tolist() == [10, 10] and plan.pages.shape == (2, 1) and plan.tap_rows.tolist() == [0, 1, 2]
-    assert probe.known(8) == {"keys": 48, "row_keys": 8 * 10 + 4 * 3, "chunk_rows": 0.0}
+    none = {"chunk_rows": 0.0, "chunk_keys": 0.0, "chunk_row_keys": 0.0}
+    assert probe.known(8) == {"keys": 48, "row_keys": 8 * 10 + 4 * 3, **none}
+    assert probe.known(9) == {"keys": 49, "row_keys": 9 * 10 + 6 + 3 * 3, **none}
+
+
+@pytest.mark.parametrize(("rows", "deepest", "room"), [(700, 0, 4096), (700, 0, 1024), (342, 0, 4096), (700, 7, 4096), (5, 0, 4096)])
+def test_a_probe_knows_which_rows_are_taken(rows, deepest, room):
+    """Against the definition's choice over the very plan."""
+    probe = Probe(streams=3, ctx=150, vocab=99, num_pages=99, page_size=16, deepest=deepest)
+    plan = probe.step(rows, rows)
+    rest = np.zeros(rows, np.int32)
+    split_chunks(plan.seq, plan.pos, plan.ctx, plan.row0, 115, room, rest=rest)
+    taken, seen = rest < 0, plan.ctx[plan.seq] + np.arange(rows) - plan.row0[plan.seq] + 1
+    keys = sum(150 + int((plan.seq == b).sum()) for b in np.unique(plan.seq[taken]))
+    want = {"chunk_rows": taken.sum(), "chunk_keys": keys, "chunk_row_keys": seen[taken].sum()}
+    found = probe.known(rows, 115, room)
+    assert {name: found[name] for name in want} == want and found["row_keys"] == seen.sum()

@@ -12,8 +12,11 @@ from model.bound import BoundModel, Drafter
 from runtime.comm import SoloComm
 from runtime.config import EngineConfig
 from runtime.cuda_worker import CudaWorker
+from runtime.graph.audit import OpShare, audit_program, step_known
 from runtime.graph.buckets import DEFAULT_SIZES
 from runtime.graph.driver import ListDriver
+from runtime.graph.probe import Probe
+from runtime.hw import HARDWARE
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.tree_paths import PathPages
 from runtime.loading import plan_layout
@@ -59,3 +62,23 @@ def test_everything_records(monkeypatch, name, invariant):
     taps = {p.arrays["taps"].address for p in worker.programs() if p.kind == "step"}
     assert len(taps) == 1, "the drafter finds every step's taps at one place"
     assert worker.backend.arena.nbytes < (5.5 if invariant else 3.0 + 4.4) * 1e9  # 4.3 GB of expanded keys of long chunks
+
+
+def test_the_audit_prices_chunks_as_they_are_launched(monkeypatch):
+    """Kimi K2.6's attention in two layers of a step of 1,024 rows, all of one prompt behind 8,192 keys, or of eight streams."""
+    without_driver(monkeypatch)
+    worker = worker_of("kimi", False)
+    program = next(p for p in worker.programs() if (p.kind, p.rows, p.out_rows) == ("step", 1024, 1024))
+
+    def shares(streams: int) -> dict[str, OpShare]:
+        known = step_known(program.records, Probe(streams, 8192, 163_840, 5000, PAGE), 1024)
+        return {op.op: op for op in audit_program(program, worker.driver, HARDWARE["h200"], known, 0).ops}
+
+    prompt, eight = shares(1), shares(8)
+    row_keys = 1024 * 8192 + 1024 * 1025 / 2
+    assert prompt["chunk_attention"].flops == 2 * 128 * (9216 * 512 * 256 + row_keys * 320)
+    assert prompt["chunk_attention"].bytes == 2 * 2 * (9216 * 576 + 64 * 512 * 256 + 1024 * 64 * (192 + 128))
+    assert all(prompt[op].flops == prompt[op].bytes == 0 for op in ("mla_query", "tree_mla", "mla_value"))
+    assert eight["chunk_attention"].bytes == 0, "128 rows each are too few"
+    assert eight["tree_mla"].flops == 2 * 128 * 8 * (128 * 8192 + 128 * 129 / 2) * 1088
+    assert eight["tree_mla"].flops > 2 * prompt["chunk_attention"].flops
