@@ -7,7 +7,8 @@
     python tools/measure.py --stale --out /tmp/new --pack /tmp/new.tar
 
 Steps stand in the order in which later figures rest on earlier ones: tests, then kernels, then whole steps, then serving. A step
-that fails does not stop the others; one that does not fit in the time left is named and left out.
+that fails does not stop the others; one that does not fit in the time left is named and left out. What a kernel includes counts
+as its source.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from runtime.kernels_cu._build import include_closure
+
 RESULTS = ROOT / "tools" / "results"
 K26 = ("kimi-k26", "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": %d}')
 DRAFTER = ("--spec-model", "model/configs/kimi-k26-dflash.json")
 KERNELS = "runtime/kernels_cu"
+ATTENTION = (f"{KERNELS}/tree_mla.cu", f"{KERNELS}/tree_mla_rows.cu", f"{KERNELS}/tree_mla_config.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +43,20 @@ class Step:
     record: str
     seconds: float
     argv: tuple[str, ...]
-    sources: tuple[str, ...]  # what the record speaks of
+    sources: tuple[str, ...]  # what the record speaks of; with a .cu all that it includes
     gpus: int = 1
+
+    @property
+    def words(self) -> frozenset[str]:
+        """What its command holds, but for the places of its results."""
+        return frozenset(word for part in self.argv if "{out}" not in part for word in part.split())
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The sources and what they include."""
+        kernels = [path.removeprefix(f"{KERNELS}/") for path in self.sources if path.endswith(".cu")]
+        included = {f"{KERNELS}/{name}" for kernel in kernels for name in include_closure(kernel)}
+        return (*self.sources, *sorted(included))
 
 
 def k26(layers: int) -> tuple[str, ...]:
@@ -54,9 +72,16 @@ STEPS = (
         ("tools/bench_linear.py", "--tune", "--kernels", "stream", "--tp", "1", "--m", "1,8,16,64", "--tuned", "{out}/tuned.json"),
         (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_stream.py"),
     ),
-    Step("trials", "mla_variants_h200", 180, ("tools/bench_mla.py", "--variants", "--seconds", "140"), (f"{KERNELS}/prim/mla_trials.cuh",)),
-    Step("attention", "mla_h200", 90, ("tools/bench_mla.py",), (f"{KERNELS}/tree_mla.cu", f"{KERNELS}/tree_mla_rows.cu")),
-    Step("prefill", "prefill_h200", 60, ("tools/bench_prefill.py",), (f"{KERNELS}/chunk_attention.cu", f"{KERNELS}/chunk_expand.cu")),
+    Step("trials", "mla_variants_h200", 180, ("tools/bench_mla.py", "--variants", "--seconds", "140"), ATTENTION),
+    Step("attention", "mla_h200", 90, ("tools/bench_mla.py",), ATTENTION),
+    Step(
+        "prefill", "prefill_h200", 60, ("tools/bench_prefill.py",),
+        tuple(f"{KERNELS}/{name}" for name in ("chunk_plan.cu", "chunk_expand.cu", "chunk_attention.cu", "chunk_attention.py")),
+    ),
+    Step(
+        "experts", "moe_h200", 120, ("tools/bench_moe.py",),
+        tuple(f"{KERNELS}/{name}" for name in ("moe_w4.cu", "moe_route.cu", "moe_config.py")),
+    ),
     Step("step", "step_h200", 100, ("tools/bench_step.py", "--ops"), (KERNELS, "runtime/graph", "model/kimi_k26.py")),
     Step("host", "host_h200", 45, ("tools/bench_host.py", "demo"), ("runtime",)),
     Step("host8", "host_h200", 90, ("tools/bench_host.py", *k26(8), *DRAFTER), ("runtime",)),
@@ -86,7 +111,7 @@ STEPS = (
     Step("allreduce", "allreduce_h200x2", 60, ("tools/bench_allreduce.py",), (f"{KERNELS}/all_reduce.cu",), 2),
     Step(
         "draw_ranks", "draw_ranks_h200x2", 90, ("tools/bench_draw_ranks.py",),
-        (f"{KERNELS}/sample_ranks.cu", f"{KERNELS}/gather_ranks.cu", f"{KERNELS}/prim"), 2,
+        (f"{KERNELS}/sample_ranks.cu", f"{KERNELS}/gather_ranks.cu"), 2,
     ),
     Step("step2", "step_h200x2", 120, ("tools/bench_step_ranks.py", "--layers", "16"), (KERNELS, "model/kimi_k26.py"), 2),
 )  # fmt: skip
@@ -99,10 +124,13 @@ def changed_since(commit: str, paths: Sequence[str]) -> bool:
 
 
 def last_commit(step: Step) -> str:
-    """Commit of the youngest record that the step's program wrote; "" where there is none."""
+    """Commit of the youngest record that the step's command wrote; "" where there is none. A command that holds the words of several
+    steps is of the one with the most."""
     path = RESULTS / f"{step.record}.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    mine = [row["commit"] for row in rows if all(part in row.get("cmd", "") for part in step.argv[:2] if "{" not in part)]
+    others = [other.words for other in STEPS if other.record == step.record and len(other.words) > len(step.words)]
+    commands = [(frozenset(row.get("cmd", "").split()), row.get("commit", "")) for row in rows]
+    mine = [commit for words, commit in commands if step.words <= words and not any(other <= words for other in others)]
     return mine[-1] if mine else ""
 
 
@@ -110,7 +138,7 @@ def state_of(step: Step) -> str:
     commit = last_commit(step)
     if not commit:
         return "never recorded"
-    return f"changed since {commit}" if changed_since(commit, step.sources) else f"as recorded at {commit}"
+    return f"changed since {commit}" if changed_since(commit, step.paths) else f"as recorded at {commit}"
 
 
 def run(steps: Sequence[Step], out: Path, pack: Path | None, commit: str, until_s: float) -> int:

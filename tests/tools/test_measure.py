@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -13,8 +15,10 @@ import pytest
 
 from tools import measure
 from tools.measure import STEPS, Step
+from tools.sanitize_families import BENCH_ALONE, FAMILIES, kernel_entries
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNEL_FILES = kernel_entries()
 
 
 def step(name: str, code: str, seconds: float = 0.0) -> Step:
@@ -64,6 +68,71 @@ def test_what_changed_since_a_record_is_found(repo: Path) -> None:
     assert measure.state_of(step("two", "2")) == "never recorded"
     (repo / "made.jsonl").write_text(json.dumps({"cmd": "python -c 1", "commit": "beef123"}) + "\n")
     assert measure.state_of(step("one", "1")) == "changed since beef123", "git does not know it"
+
+
+def test_a_header_that_a_kernel_includes_counts_as_its_source(repo: Path) -> None:
+    kernels, header = repo / "runtime" / "kernels_cu", "prim/chunk_items.cuh"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(repo)]
+    (kernels / "prim").mkdir(parents=True)
+    for name in ("chunk_plan.cu", header, "prim/w4.cuh"):
+        (kernels / name).write_text("1")
+    for words in (["add", "."], ["commit", "-qm", "two"]):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    (repo / "made.jsonl").write_text(json.dumps({"cmd": "python -c 1", "commit": head}) + "\n")
+    chunks = Step("one", "made", 0.0, ("-c", "1"), (f"{measure.KERNELS}/chunk_plan.cu",))
+    assert f"{measure.KERNELS}/{header}" in chunks.paths
+    (kernels / "prim" / "w4.cuh").write_text("2")
+    assert measure.state_of(chunks).startswith("as recorded"), "it includes no w4.cuh"
+    (kernels / header).write_text("2")
+    assert measure.state_of(chunks).startswith("changed since")
+
+
+def test_a_record_is_of_the_step_whose_command_it_names(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = (Step(name, "made", 0.0, argv, ()) for name, argv in (("a", ("x.py",)), ("b", ("x.py", "demo", '{"n": 8}', "{out}/y"))))
+    monkeypatch.setattr(measure, "STEPS", (short, long))
+    rows = [{"cmd": 'python x.py demo {"n": 8} /tmp/y --json z', "commit": "bbb"}, {"cmd": "python x.py.old", "commit": "ccc"}]
+    (repo / "made.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (measure.last_commit(short), measure.last_commit(long)) == ("", "bbb")
+    (repo / "made.jsonl").write_text(json.dumps({"cmd": "python x.py --most 3", "commit": "ddd"}) + "\n")
+    assert (measure.last_commit(short), measure.last_commit(long)) == ("ddd", "")
+
+
+def test_every_kernel_is_tested_and_measured_by_some_step() -> None:
+    """A kernel that changed makes a step stale that runs tests of it, and one that times it."""
+    tested = [made for made in STEPS if made.argv[0] == "tools/gpu_tests.py"]
+    for name, family in FAMILIES.items():
+        assert any(family.file.startswith(made.argv[1]) for made in tested), name
+    for file in {KERNEL_FILES[kernel] for kernel in KERNEL_FILES if kernel not in BENCH_ALONE}:
+        path = f"{measure.KERNELS}/{file if file.endswith('.cu') else f'prim/{file}'}"
+        own = [made.name for made in STEPS if path in made.paths]
+        assert own or not file.endswith(".cuh"), path
+        assert any(measure.KERNELS in made.sources for made in tested if made.gpus == 1), path
+    alone = {"tree_mla", "chunk_attention", "chunk_expand", "chunk_plan", "moe_w4", "moe_route", "linear_stream", "all_reduce"}
+    for name in alone | {"sample_ranks", "gather_ranks"}:
+        assert any(f"{measure.KERNELS}/{name}.cu" in made.paths for made in STEPS if made not in tested), name
+
+
+class Parsed(Exception):
+    """A program has taken all of its arguments."""
+
+
+def test_every_step_s_arguments_are_parsed_by_its_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.chdir(ROOT)
+    for made in STEPS:
+        program = importlib.import_module(f"tools.{Path(made.argv[0]).stem}")
+        argv = [part.replace("{out}", str(tmp_path)) for part in made.argv[1:]]
+        with pytest.raises(Parsed):
+            program.main([*argv, "--json", str(tmp_path / "made.jsonl"), "--commit", "abc"])
+        with pytest.raises(SystemExit):  # what it would say to an option that it has not
+            program.main([*argv, "--no-such-option"])
 
 
 def test_every_step_is_a_program_that_takes_its_arguments() -> None:
