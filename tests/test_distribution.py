@@ -27,7 +27,7 @@ NARROW = {
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
     "intermediate_size": 64,
-}  # a fifth of the time
+}  # 1/5 of the time
 PARAMS = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=3, ignore_eos=True)
 
 

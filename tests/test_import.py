@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = ("torch", "cupy", "cuda", "cupy_backends", "transformers", "jax", "tensorflow", "ray")
-LIMIT_S = 0.5
 PROBE = """
 import json, sys, time
 start = time.perf_counter()
@@ -31,9 +30,10 @@ def forbidden_in(modules: list[str]) -> list[str]:
     return [name for name in FORBIDDEN if name in modules]
 
 
-def test_import_runtime_takes_less_than_half_a_second() -> None:
-    seconds = min(probe("import runtime")["seconds"] for _ in range(3))  # the machine may be busy: the best of three
-    assert seconds < LIMIT_S, f"import runtime took {seconds:.2f} s"
+def test_import_runtime_takes_a_part_of_what_numpy_takes() -> None:
+    """16 ms beside 0.3 s, the best of three each: it imports NumPy when it is first used."""
+    quickest = {name: min(probe(f"import {name}")["seconds"] for _ in range(3)) for name in ("runtime", "numpy", "runtime.kernels_np")}
+    assert quickest["runtime"] < quickest["numpy"] / 2 < quickest["runtime.kernels_np"], "the last is the mutation"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from runtime.curve import CostCurve, CurveKey
 from runtime.price import Price
 from runtime.tree import Forest, check_tree, grow_forest
 from runtime.types import DraftLogits
+from tests.pace import ratio, sums
 
 KEY = CurveKey("test", "none", 1)
 
@@ -242,15 +242,11 @@ def test_ease_weights_favour_slow_streams_and_keep_the_mean() -> None:
     assert ease_weights(value[:1]).tolist() == [1.0] and ease_weights(value[:0]).shape == (0,)
 
 
-def test_64_streams_of_1023_nodes_take_about_a_millisecond() -> None:
-    """0.55 ms on the two cores that this was written on; the bound leaves room for a busy machine."""
+def test_64_streams_of_1023_nodes_take_as_long_as_four_sums() -> None:
+    """0.55 ms on an EPYC, as `sums`; sorting the 65,472 values in Python takes eight times that."""
     forest = forest_of(0, 64, 1023, depth=7, choices=16, sharp=0.3)
     value, usable = offers(forest)
     edges = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
     curve = step_curve(edges, tuple(float(np.log1p(m)) for m in edges))
-    best = 1e9
-    for _ in range(20):
-        start = time.perf_counter()
-        allocate(value, usable, Price(curve, 64), base=64, drafted=64)
-        best = min(best, time.perf_counter() - start)
-    assert best < 3e-3, f"{best * 1e3:.2f} ms"
+    assert ratio(lambda: allocate(value, usable, Price(curve, 64), base=64, drafted=64), lambda: sums(value)) < 4
+    assert ratio(lambda: sorted(value.ravel().tolist()), lambda: sums(value), rounds=1) > 4, "mutation"

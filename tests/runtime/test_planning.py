@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from runtime.hw import HARDWARE
 from runtime.kernels_np import NumpyBackend
 from runtime.null import NullBackend, NullComm, ShapeOnly
 from runtime.planning import memory_per_rank, plan_buckets, plan_draft, plan_step
-from runtime.shape_model import PAGE_SIZE, shape_drafter, shape_plan, shape_weights, walk_draft, walk_step
+from runtime.shape_model import PAGE_SIZE, shape_drafter, shape_plan, shape_weights, walk_step
 from runtime.shapes import ShapeError
 from tests.plans import make_plan, page_table
 
@@ -185,13 +184,11 @@ def test_a_cut_drafter(k26: kimi_k26.Config, drafter: dflash.Config) -> None:
     assert drafter.part(16) is drafter and memory_per_rank(k26, 16, drafter).weights["drafter"] == whole, "8 key heads"
 
 
-def test_every_bucket_at_every_size_takes_less_than_a_second(k26: kimi_k26.Config) -> None:
+def test_one_walk_of_a_size_prices_every_bucket(k26: kimi_k26.Config) -> None:
+    """17 buckets at four sizes in 0.1 s, for a walk takes 13 ms and there are four."""
     walk_step.cache_clear()
-    walk_draft.cache_clear()
-    start = time.perf_counter()
     tables = {tp: (memory_per_rank(k26, tp), plan_buckets(k26, tp, BUCKETS, 4096, H200)) for tp in (1, 2, 4, 8)}
-    seconds = time.perf_counter() - start
-    assert seconds < 1.0, f"planning took {seconds:.2f} s"
+    assert walk_step.cache_info().misses == 4
     for _, steps in tables.values():
         assert [step.rows for step in steps] == list(BUCKETS)
         floors = [step.floor_us for step in steps]

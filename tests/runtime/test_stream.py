@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from model.tokenizer import Tokenizer
 from runtime.stream import Pushed, TextStream
 from runtime.types import MAX_STOP_CHARS, SamplingParams
+from tests.pace import ratio
 
 T = Tokenizer.load(Path(__file__).parents[2] / "model" / "demo")
 BYTE = {T.token_bytes(i)[0]: i for i in range(T.vocab_size) if len(T.token_bytes(i)) == 1}
@@ -241,25 +240,42 @@ def test_numpy_tokens_give_plain_reasons() -> None:
 
 def test_long_stop_strings_stay_linear() -> None:
     """The longest stop that a request may bring holds back all its characters; none is looked at twice."""
-    stop, text = "a" * (MAX_STOP_CHARS - 1) + "b", "a" * 200_000
+    stop, text = "a" * (MAX_STOP_CHARS - 1) + "b", "a" * 4_000
     tokens = T.encode(text)
-    start = time.perf_counter()
-    s = stream(stop=[stop])
-    out = "".join(s.push(tokens[i : i + 8]).text for i in range(0, len(tokens) // 2, 8))
-    assert time.perf_counter() - start < 5.0
-    assert out + s.flush() == text[: len(tokens) // 2]
+
+    def push_all(stop: str) -> str:
+        s = stream(stop=[stop])
+        return "".join(s.push(tokens[i : i + 8]).text for i in range(0, len(tokens), 8)) + s.flush()
+
+    def look_again() -> None:
+        for i in range(len(text)):
+            said = text[max(0, i - MAX_STOP_CHARS) : i]
+            next((k for k in range(1, len(stop)) if said.endswith(stop[:-k])), 0)
+
+    assert push_all(stop) == text
+    assert ratio(lambda: push_all(stop), lambda: push_all("ab")) < 5, "1, though the other holds back one character"
+    assert ratio(look_again, lambda: push_all("ab"), rounds=1) > 5, "mutation: the ends of the text, one after the other"
 
 
 @pytest.mark.parametrize("stops", [(), ("\n\n", "END", "###", "<|x|>")])
 def test_cost_of_a_push(stops: tuple[str, ...]) -> None:
-    """Printed with -s. The bound is ten times what one core takes, for machines that share theirs."""
-    tokens = T.encode("def add(a, b):\n    return a + b  # the sum, # and nothing else\n" * 40)
-    for size in (1, 8):
-        times = []
+    """In units of the text's own pushes: 2 to 3 without stops, 5 to 7 with four; text that is made anew each time takes 100."""
+    tokens = T.encode("def add(a, b):\n    return a + b  # the sum, # and nothing else\n" * 10)
+
+    def text_alone() -> None:
+        text = T.stream(True)
+        for token in tokens:
+            text.push((token,))
+
+    def push_all(size: int) -> None:
         s = stream(stop=stops)
         for i in range(0, len(tokens), size):
-            start = time.perf_counter()
             s.push(tokens[i : i + size])
-            times.append((time.perf_counter() - start) * 1e6)
-        print(f"push of {size} tokens, {len(stops)} stops: {statistics.median(times):.1f} µs")
-        assert statistics.median(times) < 200.0
+
+    def make_anew() -> None:
+        for i in range(len(tokens)):
+            stream(stop=stops).push(tokens[:i])
+
+    for size in (1, 8):
+        assert ratio(lambda size=size: push_all(size), text_alone) < 25
+    assert ratio(make_anew, text_alone, rounds=1) > 25, "mutation"
