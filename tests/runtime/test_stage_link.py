@@ -94,7 +94,7 @@ def test_a_dead_silent_or_failing_end_is_told(ends: tuple[Link, Link]) -> None:
     begun = time.monotonic()
     with pytest.raises(StageLost, match=r"stage 1 has not answered for 0.2 s"):
         first.receive()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10, "a link waits for 120 s unless told otherwise"
     vanished = TimeoutError(110, "Connection timed out")  # TCP's own word on a host that answers nothing
     assert str(first._gone(vanished, "has not answered")) == "stage 1 has gone ([Errno 110] Connection timed out)"
     second.fail("no memory")

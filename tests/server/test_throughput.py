@@ -1,4 +1,4 @@
-"""How many events a second the server passes on; the floor is far below what an idle machine does (25,000 to 40,000)."""
+"""How many events a second the server passes on (25,000 to 40,000 on an idle machine), and how soon the first is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-FLOOR_PER_S = 1000
+MOST_EVENTS = 60  # an event in units of writing and reading its JSON: 2 to 5
+EVENT = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m", "choices": [{"index": 0, "text": "a", "logprobs": None}]}
 
 
 async def read_stream(host: str, port: int, tokens: int) -> int:
@@ -26,6 +27,17 @@ async def read_stream(host: str, port: int, tokens: int) -> int:
     return data.count(b'"text":"a"')
 
 
+def json_s() -> float:
+    """Seconds to write and read an event's JSON, on a processor that others use too: the median of many."""
+    took = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        for _ in range(10):
+            json.loads(json.dumps(EVENT))
+        took.append((time.perf_counter() - begin) / 10)
+    return sorted(took)[100]
+
+
 @pytest.mark.parametrize(("streams", "tokens"), [(1, 2000), (32, 100)])
 def test_events_a_second(start_server: Any, streams: int, tokens: int) -> None:
     server = start_server(lambda _: ([97] for _ in range(10**6)))
@@ -33,12 +45,24 @@ def test_events_a_second(start_server: Any, streams: int, tokens: int) -> None:
     async def load() -> list[int]:
         return await asyncio.gather(*(read_stream(server.client.host, server.client.port, tokens) for _ in range(streams)))
 
-    begin = time.perf_counter()
-    counts = asyncio.run(asyncio.wait_for(load(), 60))
-    per_s = sum(counts) / (time.perf_counter() - begin)
-    print(f"\n{streams} streams: {per_s:,.0f} events/s")
-    assert counts == [tokens] * streams
-    assert per_s > FLOOR_PER_S
+    units = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        counts = asyncio.run(asyncio.wait_for(load(), 60))
+        event_s = (time.perf_counter() - begin) / sum(counts)
+        assert counts == [tokens] * streams
+        units.append(event_s / json_s())
+        print(f"\n{streams} streams: {1 / event_s:,.0f} events/s, {units[-1]:.1f} times its JSON")
+    assert min(units) < MOST_EVENTS
+
+
+def answer_ms(sock: socket.socket) -> float:
+    """As `first_event_ms`, of an answer that is whole."""
+    begin, data = time.perf_counter(), b""
+    sock.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+    while not data.endswith(b"}"):
+        data += sock.recv(1 << 16)
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def first_event_ms(sock: socket.socket) -> float:
@@ -58,10 +82,11 @@ def first_event_ms(sock: socket.socket) -> float:
 
 
 def test_the_first_token_is_sent_at_once(start_server: Any) -> None:
-    """An idle machine takes 1 ms; 40 ms is a small packet waiting for the acknowledgement of the one before it."""
+    """It takes as long as two or three short answers, 1 ms; a small packet that waits for an acknowledgement takes 40."""
     server = start_server(lambda _: [[97], [256]])
     with socket.create_connection((server.client.host, server.client.port), timeout=10) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        waits_ms = sorted(first_event_ms(sock) for _ in range(200))
-    print(f"\nfirst event: p50 {waits_ms[100]:.2f}, p90 {waits_ms[180]:.2f}, p99 {waits_ms[198]:.2f} ms")
-    assert waits_ms[100] < 20
+        both = [(first_event_ms(sock), answer_ms(sock)) for _ in range(100)]
+    first_ms, whole_ms = (sorted(times)[50] for times in zip(*both, strict=True))
+    print(f"\nfirst event: p50 {first_ms:.2f}, a short answer {whole_ms:.2f} ms")
+    assert first_ms < 12 * whole_ms
