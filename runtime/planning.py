@@ -87,9 +87,13 @@ class RankMemory:
     def weight_bytes(self) -> int:
         return sum(self.weights.values())
 
-    def tokens_that_fit(self, hw: Hardware, utilisation: float = 0.9) -> int:
-        """Tokens of context that the rest of `utilisation` of the device's memory holds; 0 if the weights alone do not fit."""
-        free = hw.memory_bytes * utilisation - self.weight_bytes - (self.chunk_bytes if hw.name in HOPPER else 0)
+    def tokens_that_fit(self, hw: Hardware, utilisation: float = 0.9, reserved: int | None = None) -> int:
+        """Tokens of context that the rest of `utilisation` of the device's memory holds; 0 if the weights alone do not fit.
+
+        reserved: bytes besides weights and cache (`runtime.reserve`); None: those of long chunks alone.
+        """
+        more = reserved if reserved is not None else self.chunk_bytes if hw.name in HOPPER else 0
+        free = hw.memory_bytes * utilisation - self.weight_bytes - more
         return max(0, int(free // self.kv_token_bytes))
 
 
@@ -126,6 +130,7 @@ def memory_per_rank(c: Config, tp: int, drafter: dflash.Config | None = None, st
     if drafter and w.head is not None:
         drafter = drafter.part(tp)
         kinds["drafter"] = sum(ShapeOnly(shape, dtype).nbytes for shape, dtype in dflash.tensors(drafter).values())
+        kinds["norms and rotary table"] += ShapeOnly((c.max_positions, drafter.head_dim), "f32").nbytes
         token_bytes += drafter.layers * 2 * ShapeOnly((drafter.kv_heads, drafter.head_dim), "bf16").nbytes
     chunks = ChunkShape(1, c.heads // tp, c.latent, c.rope_dim, c.nope, c.value, c.max_positions, TILE)
     return RankMemory(tp, dict(kinds), token_bytes, chunks.room * chunks.key_bytes)

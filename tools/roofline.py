@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from model import dflash, kimi_k26
+from model.stages import stages_of
 from runtime.hw import HARDWARE, Hardware, find_hardware
 from runtime.ops import expected_experts
 from runtime.planning import NET_BPS, NET_US, RankMemory, StepFloor, memory_of_stages, plan_buckets, plan_draft
+from runtime.reserve import ARCHITECTURES, DEFAULTS, Reserved, reserve
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 BUILT_IN = {"kimi-k26": ROOT / "model/configs/kimi-k26.json", "demo": ROOT / "model/demo/config.json"}
@@ -40,6 +42,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "router": ("route",),
     "head": ("gather_rows", "linear_f32", "sample", "top_logprobs"),
 }
+# Rows of the memory table below the weights.
+RESERVED = {
+    "buffers and scratch": "buffers", "  expanded keys of chunks": "chunks", "places for peers": "peers", "plans": "plans",
+    "private pages of trees": "private", "host, mapped": "mapped", "host, while loading": "pinned",
+}  # fmt: skip
 EPILOG = """\
 examples
   tools/roofline.py                                   Kimi K2.6 on H200, TP 1 2 4 8, every default bucket, empty context
@@ -52,6 +59,7 @@ examples
 reading the tables
   M         rows of a step: streams x (draft nodes + 1), or the tokens of a prompt chunk
   distinct  expected distinct experts of a layer under uniform routing; real tokens share more: pass --distinct to set it
+  buffers   and scratch, as steps and drafts record them (to 1,024 rows, 64 streams); CUDA's context, NCCL and graphs come on top
   floor     device work alone, in milliseconds; the columns after it split it by part
   link      collectives on top: latency and bytes of the machine's link, not overlapped with anything
   est       estimate of a whole step: floor / --share + link; the share is what measured steps reach, not a law
@@ -75,6 +83,11 @@ class Report:
     drafts: dict[int, StepFloor]
     planned_s: float
     stages: int = 1
+    reserved: list[Reserved] | None = None  # of each entry of memory; None: a machine without kernels
+
+    def tokens_that_fit(self, at: int) -> int:
+        more = self.reserved[at].device_bytes if self.reserved else None
+        return self.memory[at].tokens_that_fit(self.hw, self.utilisation, more)
 
 
 def read_config(text: str) -> tuple[kimi_k26.Config, dflash.Config | None]:
@@ -108,8 +121,18 @@ def make_report(args: argparse.Namespace) -> Report:
     steps = {tp: plan_buckets(config, tp, args.buckets, args.ctx, hw, **given) for tp in sizes}
     drafts = {tp: plan_draft(draft, config, tp, args.ctx, hw, streams=args.streams) for tp in sizes} if draft else {}
     planned_s = time.perf_counter() - start
+    reserved = _reserved(config, sizes, draft, hw, args) if hw.name in ARCHITECTURES else None
     shown = (args.ctx, args.streams, args.distinct, args.memory_utilization, args.share)
-    return Report(config, hw, *shown, memory, steps, drafts, planned_s, args.pp)
+    return Report(config, hw, *shown, memory, steps, drafts, planned_s, args.pp, reserved)
+
+
+def _reserved(
+    config: kimi_k26.Config, sizes: Sequence[int], draft: dflash.Config | None, hw: Hardware, args: argparse.Namespace
+) -> list[Reserved]:
+    """As memory_of_stages: what each rank holds besides weights and cache."""
+    engine = replace(DEFAULTS, batch_invariant=args.batch_invariant)
+    stages = stages_of(config.layers, args.pp, draft is not None) if args.pp > 1 else [None]
+    return [reserve(config, tp, draft, hw, engine, stage) for tp in sizes for stage in stages]
 
 
 def _table(title: str) -> Table:
@@ -126,8 +149,10 @@ def memory_table(report: Report) -> Table:
         table.add_row(kind, *(f"{m.weights.get(kind, 0) / 1e9:.2f}" for m in report.memory))
     table.add_section()
     table.add_row("all weights", *(f"{m.weight_bytes / 1e9:.1f}" for m in report.memory))
+    for name, part in RESERVED.items() if report.reserved else ():
+        table.add_row(name, *(f"{getattr(r, part) / 1e9:.2f}" for r in report.reserved or ()))
     table.add_row("cache, bytes a token", *(f"{m.kv_token_bytes:,}" for m in report.memory))
-    fits = [m.tokens_that_fit(report.hw, report.utilisation) for m in report.memory]
+    fits = [report.tokens_that_fit(at) for at in range(len(report.memory))]
     table.add_row(f"tokens that fit in {report.utilisation:.0%}", *(f"{n:,}" if n else "does not fit" for n in fits))
     return table
 
@@ -192,11 +217,16 @@ def as_json(report: Report) -> dict[str, Any]:
         "planned_s": report.planned_s,
         "memory": [
             {"tp": m.tp, "stage": m.stage, "weights": dict(m.weights), "weight_bytes": m.weight_bytes, "kv_token_bytes": m.kv_token_bytes,
-             "tokens_that_fit": m.tokens_that_fit(report.hw, report.utilisation)} for m in report.memory
+             "tokens_that_fit": report.tokens_that_fit(at), "reserved": _bytes_of(report.reserved[at]) if report.reserved else None}
+            for at, m in enumerate(report.memory)
         ],
         "steps": [step_of(tp, step) for tp, steps in report.steps.items() for step in steps],
         "drafts": [step_of(tp, step) for tp, step in report.drafts.items()],
     }  # fmt: skip
+
+
+def _bytes_of(reserved: Reserved) -> dict[str, int]:
+    return {part: getattr(reserved, part) for part in ("device_bytes", *RESERVED.values())}
 
 
 def print_tables(report: Report, detail: bool, console: Console) -> None:
@@ -231,6 +261,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-utilization", type=float, default=0.9, help="share of device memory for weights and cache (default: 0.9)")
     share_help = "share of the floor that steps reach, for the estimate (default: 0.75; measured shares: tools/results/step_*.jsonl)"
     parser.add_argument("--share", type=float, default=0.75, help=share_help)
+    parser.add_argument("--batch-invariant", action="store_true", help="memory as the engine's option of that name has it")
     parser.add_argument("--detail", action="store_true", help="one more table for each bucket: every op with its size and what binds it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
     return parser

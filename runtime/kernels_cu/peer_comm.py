@@ -46,6 +46,12 @@ def default_thresholds(config: all_reduce.Config) -> Thresholds:
     return Thresholds(max(1, min(config.blocks, 128 // (config.world - 1))), config.rows)
 
 
+def region_of(config: all_reduce.Config, drawing: sample_ranks.Config, hidden: int) -> tuple[int, int]:
+    """Of a rank's one region: where the part for drawing begins, and bytes in all."""
+    behind = -(-config.region_bytes(hidden) // 256) * 256
+    return behind, behind + drawing.region_bytes()
+
+
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
     """One rank's access to the others, as all_reduce.cu needs it, and sample_ranks.cu; seat None: nobody draws together."""

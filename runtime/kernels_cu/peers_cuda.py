@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from runtime.kernels_cu import all_reduce, gather_ranks, sample_ranks
 from runtime.kernels_cu._graph import ALLOWED, CapturedGraph, Interval, MappedMemory
 from runtime.kernels_cu.device import Runnable
-from runtime.kernels_cu.peer_comm import LARGE, ONE, TWO, Large, PeerComm, PeerMemory, Thresholds
+from runtime.kernels_cu.peer_comm import LARGE, ONE, TWO, Large, PeerComm, PeerMemory, Thresholds, region_of
 from runtime.kernels_cu.recorder import Recorder
 
 # A captured collective leaves an event-record node, its graph a wait; without peer access its proxy may add host nodes.
@@ -108,8 +108,7 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
     config = config or all_reduce.candidates(host.world, hidden, device.sms)[0]
     config.check(hidden)
     drawing = sample_ranks.default_config(host.world, device.sms)
-    behind = -(-config.region_bytes(hidden) // 256) * 256  # one region, of which the second part is for drawing
-    nbytes, index = behind + drawing.region_bytes(), int(runtime.getDevice())
+    (behind, nbytes), index = region_of(config, drawing, hidden), int(runtime.getDevice())
     peers = [struct.unpack("q", part)[0] for part in host.gather_bytes(struct.pack("q", index))]
     able = len(set(peers)) == host.world and all(peer == index or runtime.deviceCanAccessPeer(index, peer) for peer in peers)
     if not _all_agree(host, able):

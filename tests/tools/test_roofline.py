@@ -28,6 +28,16 @@ def test_json_holds_memory_and_every_bucket(capsys: pytest.CaptureFixture[str]) 
         assert sum(op["bytes"] for op in device) == pytest.approx(step["bytes"])
 
 
+def test_what_fits_leaves_room_for_buffers_peers_and_private_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    (plain,), (trees,) = (run_json(capsys, "--tp", "8", "--buckets", "64", *more)["memory"] for more in ((), ("--batch-invariant",)))
+    for memory in (plain, trees):
+        held, parts = memory["reserved"]["device_bytes"], memory["reserved"]
+        assert held == sum(parts[name] for name in ("buffers", "peers", "plans", "private"))
+        assert memory["tokens_that_fit"] == int((0.9 * 150.1e9 - memory["weight_bytes"] - held) // memory["kv_token_bytes"])
+    assert plain["reserved"]["private"] == 0 < trees["reserved"]["private"] and plain["reserved"]["peers"] > 16 << 20
+    assert run_json(capsys, "--hw", "cpu", "--config", "demo", "--tp", "1", "--buckets", "64")["memory"][0]["reserved"] is None
+
+
 def test_options_move_the_numbers_the_right_way(capsys: pytest.CaptureFixture[str]) -> None:
     def floor(*argv: str) -> float:
         return run_json(capsys, "--tp", "8", "--buckets", "64", *argv)["steps"][0]["floor_us"]
