@@ -11,7 +11,7 @@ class Hardware:
 
     read_bps: bytes a second that a kernel can stream from device memory, measured where `source`
     says so. tensor_flops: dense bf16 operations a second. link_bps: bytes a second to the peers in
-    one direction. link_us: one all-reduce of a single row, launch included.
+    one direction. link_us: one all-reduce of a single row between two devices, launch included; more devices are priced alike.
     """
 
     name: str
@@ -36,7 +36,8 @@ HARDWARE: dict[str, Hardware] = {
     for hw in (
         Hardware(
             "h200", 4.54e12, 751e12, 150.1e9, 367e9, 5.5,
-            "measured 2026-11-29: best read of 8 GiB, 8192³ bf16 product, peer copy, one-shot all-reduce of 14 KiB on two GPUs",
+            "measured 2026-11-29: best read of 8 GiB, 8192³ bf16 product, peer copy; link_us: one-shot all-reduce of 14 KiB on two GPUs, "
+            "by a forerunner of all_reduce.cu",
         ),
         Hardware("h100", 3.35e12, 989e12, 80e9, 450e9, 5.5, "H100 SXM datasheet; link_us as measured on the H200"),
         Hardware("b200", 8.0e12, 2250e12, 180e9, 900e9, 5.5, "B200 datasheet; link_us as measured on the H200"),

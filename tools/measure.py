@@ -6,9 +6,9 @@
     python tools/measure.py --gpus 2 --only allreduce,step2         # some of what needs two
     python tools/measure.py --stale --out /tmp/new --pack /tmp/new.tar
 
-Steps stand in the order in which later figures rest on earlier ones: tests, then kernels, then whole steps, then serving. A step
-that fails does not stop the others; one that does not fit in the time left is named and left out. What a kernel includes counts
-as its source.
+Nothing is begun where there are fewer GPUs than the steps need. Steps stand in the order in which later figures rest on earlier
+ones: tests, then kernels, then whole steps, then serving. A step that fails, or ends without a record, does not stop the others;
+one that does not fit in the time left is named and left out. What a kernel includes counts as its source.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from runtime.cuda_loading import gpu_count
 from runtime.kernels_cu._build import include_closure
 
 RESULTS = ROOT / "tools" / "results"
@@ -141,6 +142,10 @@ def state_of(step: Step) -> str:
     return f"changed since {commit}" if changed_since(commit, step.paths) else f"as recorded at {commit}"
 
 
+def _bytes_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def run(steps: Sequence[Step], out: Path, pack: Path | None, commit: str, until_s: float) -> int:
     """Steps that failed or did not fit. Records are appended below `out`, and packed after each step, so that a cut loses one."""
     out.mkdir(parents=True, exist_ok=True)
@@ -152,11 +157,13 @@ def run(steps: Sequence[Step], out: Path, pack: Path | None, commit: str, until_
             missed.append(step.name)
             continue
         argv = [part.replace("{out}", str(out)) for part in (*step.argv, "--json", f"{{out}}/{step.record}.jsonl", "--commit", commit)]
-        began = time.monotonic()
+        began, held = time.monotonic(), _bytes_of(out / f"{step.record}.jsonl")
         try:
             status = str(subprocess.run([sys.executable, *argv], cwd=ROOT, timeout=left_s, check=False).returncode)
         except subprocess.TimeoutExpired:
             status = "cut"
+        if status == "0" and _bytes_of(out / f"{step.record}.jsonl") == held:
+            status = "0, and no record"
         print(f"measure: {step.name}: exit {status} after {time.monotonic() - began:.0f} s", flush=True)
         if status != "0":
             missed.append(step.name)
@@ -193,6 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
         for step in steps:
             print(f"{step.name:12} {step.gpus} GPU {step.seconds:4.0f} s  {step.record:18} {state_of(step)}")
         return 0
+    seen, needed = gpu_count(), max((step.gpus for step in steps), default=0)
+    if seen < needed:
+        print(f"measure: error: CuPy sees {seen} GPU(s), {needed} are needed; nothing was begun", file=sys.stderr)
+        return 2
     return min(run(steps, options.out, options.pack, options.commit, time.monotonic() + 60 * options.minutes), 1)
 
 

@@ -145,6 +145,26 @@ def test_every_step_is_a_program_that_takes_its_arguments() -> None:
         assert all((ROOT / source).exists() for source in made.sources), made.name
 
 
+def test_a_step_without_a_record_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [step("quiet", "pass"), step("good", WRITES)]
+    assert measure.run(steps, tmp_path, None, "", measure.time.monotonic() + 60) == 1
+    said = capsys.readouterr().out
+    assert "quiet: exit 0, and no record" in said and "good: exit 0 after" in said and "not recorded: quiet" in said
+
+
+@pytest.mark.parametrize(("seen", "options"), [(0, ["--only", "step"]), (1, ["--gpus", "2"]), (1, ["--only", "host,step2"])])
+def test_nothing_is_begun_without_its_gpus(
+    seen: int, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "gpu_count", lambda: seen)
+    monkeypatch.setattr(measure, "run", lambda *_: pytest.fail("begun"))
+    assert measure.main([*options, "--out", str(tmp_path)]) == 2
+    assert f"CuPy sees {seen} GPU(s), {seen + 1} are needed" in capsys.readouterr().err
+    monkeypatch.setattr(measure, "gpu_count", lambda: 2)
+    monkeypatch.setattr(measure, "run", lambda *_: 0)
+    assert measure.main([*options, "--out", str(tmp_path)]) == 0
+
+
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         measure.main(["--only", "kernels,step9"])
