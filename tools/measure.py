@@ -66,7 +66,7 @@ def k26(layers: int) -> tuple[str, ...]:
 
 
 STEPS = (
-    Step("kernels", "gpu_tests", 60, ("tools/gpu_tests.py", "tests/runtime/kernels_cu", "--workers", "9"), (KERNELS,)),
+    Step("kernels", "gpu_tests", 120, ("tools/gpu_tests.py", "tests/runtime/kernels_cu", "--workers", "9"), (KERNELS,)),
     Step("graphs", "gpu_tests", 40, ("tools/gpu_tests.py", "tests/runtime/graph"), (KERNELS, "runtime/graph")),
     Step(
         "products", "linear_h200", 60,

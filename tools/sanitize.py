@@ -6,10 +6,10 @@
     python tools/sanitize.py --list                                 # families and their kernels; no GPU
 
 memcheck counts bad addresses, racecheck hazards in shared memory, initcheck reads of device memory nobody wrote, synccheck barriers
-misused. First every family runs without a tool, in both builds, so that kernels are compiled once, a broken test is not taken for
-a finding, and a kernel that its family (`tools/sanitize_families.py`) did not launch is named; then tools and families run side by
-side, a process each. What has not run when the time is up is recorded as such, and is no success. `planted` is a family of four
-kernels with one fault each: a tool that does not find its own is blind, and so is its column.
+misused. First each tool is run over `planted`, four kernels with one fault each: a tool that does not find its own is blind, and is
+left out of the rest. Then every family runs without a tool, in both builds, so that kernels are compiled once, a broken test is not
+taken for a finding, and a kernel that its family (`tools/sanitize_families.py`) did not launch is named; then tools and families run
+side by side, a process each. What has not run when the time is up is recorded as such, and is no success.
 
 racecheck does not follow a __syncwarp before a single lane's arrival at an mbarrier and would report each: it gets builds in which
 all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu and chunk_*.cu have none: tensor copies fill their rings and wgmma alone
@@ -145,14 +145,25 @@ def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
 
 
 def run_all(sanitizer: str, tools: Sequence[str], families: Sequence[str], limit_s: float, workers: int) -> list[Found]:
-    """First every family alone, then every tool over every family, and over the planted faults."""
+    """First every tool over the fault that is its own: on machines that have the program and not what it needs all are blind, and
+    nothing else is run. Then every family alone, then every tool that sees over every family."""
     end = time.monotonic() + limit_s
     with ThreadPoolExecutor(workers) as pool:
+        planted = list(pool.map(lambda tool: run_one(sanitizer, tool, PLANTED, end), tools))
+        seeing = [found.tool for found in planted if finds(found)]
+        blind = [Found(tool, family, "not run") for tool in tools if tool not in seeing for family in families]
+        if not seeing:
+            return planted + blind
         cells = [(PLAIN, family) for family in families]
-        cells += [(LANES, family) for family in families if family in WITH_LANES and "racecheck" in tools]
-        found = list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
-        cells = [(tool, family) for family in [*families, PLANTED] for tool in tools]
-        return found + list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
+        cells += [(LANES, family) for family in families if family in WITH_LANES and "racecheck" in seeing]
+        alone = list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells))
+        cells = [(tool, family) for family in families for tool in seeing]
+        return planted + alone + list(pool.map(lambda cell: run_one(sanitizer, *cell, end), cells)) + blind
+
+
+def finds(planted: Found) -> bool:
+    """Whether a tool has found its own fault."""
+    return planted.state == "done" and planted.errors + planted.hazards > 0
 
 
 def table(found: Sequence[Found], tools: Sequence[str]) -> str:
@@ -172,7 +183,7 @@ def verdict(found: Sequence[Found]) -> list[str]:
     bad = []
     for f in found:
         if f.family == PLANTED:
-            if f.state != "done" or not f.errors + f.hazards:
+            if not finds(f):
                 bad.append(f"{f.tool} is blind: {f.cell} where a fault is planted {f.first}")
         elif not f.clean:
             bad.append(f"{f.tool} over {f.family}: {f.cell} ({f.first})")

@@ -31,8 +31,9 @@ planted, quiet = "--plant" in command, {quiet!r}
 said = {{"race": {race!r}, "bad": {bad!r}, "clean": {clean!r}}}
 if "test_residency" in command:
     time.sleep(30)
+planted = planted and quiet not in (tool, "all")
 hazards = planted or ("tree_mla" in command and not os.environ.get("EVERY_LANE_ARRIVES"))
-text = said["race" if hazards else "clean"] if tool == "racecheck" else said["bad" if planted and tool != quiet else "clean"]
+text = said["race" if hazards else "clean"] if tool == "racecheck" else said["bad" if planted else "clean"]
 if tool == "racecheck":
     text = text.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 if "linear_lt" not in command:
@@ -87,9 +88,17 @@ def test_failures_time_and_missing_logs_are_no_success(ran):
     assert "memcheck over residency: timeout" in text
 
 
-def test_a_blind_tool_shows(ran):
-    status, _, text = ran("model", quiet="initcheck")
+def test_a_blind_tool_shows_and_is_left_out(ran):
+    status, records, text = ran("model", quiet="initcheck")
     assert status == 1 and "initcheck is blind: 0 errors where a fault is planted" in text
+    state = {(r["tool"], r["family"]): r["state"] for r in records}
+    assert state["initcheck", "model"] == "not run" and state["memcheck", "model"] == "done"
+
+
+def test_where_all_tools_are_blind_nothing_else_is_run(ran):
+    status, records, text = ran("model,moe_w4", quiet="all")
+    assert status == 1 and text.count("is blind") == 4
+    assert {(r["family"], r["state"]) for r in records} == {(PLANTED, "done"), ("model", "not run"), ("moe_w4", "not run")}
 
 
 def test_a_kernel_that_its_family_did_not_launch_shows(ran):
