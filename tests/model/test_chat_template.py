@@ -226,18 +226,18 @@ def test_bad_kwargs_are_named(kwargs: dict[str, Any], said: str) -> None:
 )
 def test_a_template_that_fails_or_never_ends(source: str, said: str) -> None:
     template = ChatTemplate(source, T)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TemplateError, match=said) as caught:
         template.render(ask("a" * 5000))
-    assert time.perf_counter() - start < 3.0  # 0.17 s for the fuel on one core
+    assert time.process_time() - start < 5.0  # 0.17 s of a processor for the fuel
     assert len(str(caught.value)) < 1000
 
 
 def test_fuel_is_enough_for_long_conversations() -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": "abc", "reasoning": "r"} for i in range(MAX_MESSAGES)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(controls(C.encode(messages))) > 3 * MAX_MESSAGES
-    assert time.perf_counter() - start < 5.0  # 0.12 s
+    assert time.process_time() - start < 5.0  # 0.12 s
 
 
 def test_a_template_that_does_not_compile() -> None:

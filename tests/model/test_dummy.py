@@ -71,10 +71,10 @@ def test_numbers_have_the_spread_of_their_role():
 def test_a_model_of_any_size_is_walked_without_memory():
     """Kimi K2.6 at eight layers on the null backend: the bytes that planning says, in seconds."""
     ckpt, config = dummy(**{k: v for k, v in _full().items() if k in SMALL}, num_hidden_layers=4)
-    backend, start = NullBackend(), time.perf_counter()
+    backend, start = NullBackend(), time.process_time()
     kimi_k26.load(ckpt, config, backend, 0, 8, config.max_positions)
     assert backend.weight_bytes == memory_per_rank(config, 8).weight_bytes
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def _full():
