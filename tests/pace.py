@@ -8,16 +8,15 @@ from statistics import median
 
 import numpy as np
 
-EACH = 9
 Call = Callable[[], object]
 
 
-def ratio(call: Call, reference: Call, clock: Callable[[], float] = time.thread_time, rounds: int = 5) -> float:
-    """Median of `rounds` of: the quickest `call` of EACH ÷ the quickest `reference`; by this thread's time on a processor."""
+def ratio(call: Call, reference: Call, clock: Callable[[], float] = time.thread_time, rounds: int = 5, each: int = 9) -> float:
+    """Median of `rounds` of: the quickest `call` of `each` ÷ the quickest `reference`; by this thread's time on a processor."""
     found = []
     for _ in range(rounds):
         took: tuple[list[float], list[float]] = ([], [])
-        for _ in range(EACH):
+        for _ in range(each):
             for one, times in zip((call, reference), took, strict=True):
                 start = clock()
                 one()
