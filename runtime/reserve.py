@@ -120,7 +120,8 @@ def reserve(
         taps = drafter.taps if drafter and stage else ()
         model = BoundModel(c, placed(weights, device), latents, config.block_size, length, drafting, _Neighbours() if stage else None, taps)  # type: ignore[arg-type]
         before, driver = device.nbytes, CountingDriver(device)
-        CudaWorker(driver, backend, comm, model, limits, plan_layout(config, limits))
+        sizes = [size for size in config.buckets if size < limits.max_rows] or None  # as make_cuda_worker has it
+        CudaWorker(driver, backend, comm, model, limits, plan_layout(config, limits), sizes)
     named = {name: size for name, (_, size) in backend.arena.held.items()}
     buffers, private = backend.arena.nbytes, paths.slots * 2 * c.cache_width if paths else 0
     return Reserved(buffers, named, peers, device.nbytes - before - buffers, private, driver.mapped_bytes)

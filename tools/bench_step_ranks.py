@@ -5,7 +5,8 @@
 
 A step is the graph that serves, with random weights, as in tools/bench_step.py. floor: what a rank must read and compute; link: what the
 collectives must take on top, by the planner; share = (floor + link) / ms. comm_us: the collectives replayed alone. ranks_us: the fastest
-and the slowest rank's time of the same steps.
+and the slowest rank's time of the same steps. device_bytes: of a rank's memory that was free before and is not now, beside what is
+planned (weights, cache, `runtime.reserve`); NCCL's buffers, graphs and the pool's rounding are in the first alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runtime.hw import HARDWARE, find_hardware
+from runtime.hw import HARDWARE, Hardware, find_hardware
 from runtime.planning import memory_per_rank, plan_buckets
+from runtime.reserve import reserve
 from tools.bench_moe import provenance
 from tools.bench_step import Setup, build, measure_steps
 from tools.rank_rig import add_rank_options, join, run_ranks
@@ -32,22 +34,32 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 COLLECTIVES = ("all_reduce", "all_reduce_norm", "all_gather")
 
 
+def planned_device_bytes(setup: Setup, hw: Hardware) -> tuple[int, int]:
+    """Of one rank: weights, and all that is planned."""
+    source, config = setup.source(), setup.engine_config()
+    memory = memory_per_rank(source.target, setup.tp, source.drafter)
+    cache = (config.num_pages or 0) * config.block_size * memory.kv_token_bytes
+    more = reserve(source.target, setup.tp, source.drafter, hw, config).device_bytes
+    return memory.weight_bytes, memory.weight_bytes + cache + more
+
+
 def run_rank(args: argparse.Namespace) -> int:
     from runtime.cuda_loading import open_driver
 
     host, hw = join(args), find_hardware(args.hw)
     setup = Setup(args.config, args.layers, args.ranks, tuple(sorted(args.buckets)), args.ctx, args.streams, (), args.cut_latent)
-    start = time.perf_counter()
-    worker = build(setup, open_driver(False, args.rank), host)
-    source = setup.source()
-    planned_bytes = memory_per_rank(source.target, args.ranks).weight_bytes
-    held = worker.backend.weight_bytes
+    start, driver = time.perf_counter(), open_driver(False, args.rank)
+    (free, _), source = driver.free_bytes() or (0, 0), setup.source()
+    worker = build(setup, driver, host)
+    held, device_bytes = worker.backend.weight_bytes, free - (driver.free_bytes() or (0, 0))[0]
+    planned_bytes, planned_all = planned_device_bytes(setup, hw)
     if args.rank == 0:
-        print(f"{held / 1e9:.2f} GB of weights a rank (planned {planned_bytes / 1e9:.2f}), {time.perf_counter() - start:.0f} s to load")
+        whole = f"{device_bytes / 1e9:.2f} GB of the device in all (planned {planned_all / 1e9:.2f})"
+        print(f"{held / 1e9:.2f} GB of weights a rank (planned {planned_bytes / 1e9:.2f}), {whole}, {time.perf_counter() - start:.0f} s")
     steps = measure_steps(worker, setup, args.repeats)
     floors = {f.rows: f for f in plan_buckets(source.target, args.ranks, setup.buckets, args.ctx, hw, streams=args.streams)}
     common: dict[str, Any] = {"schema": 1, "ranks": args.ranks, "layers": args.layers, "ctx": args.ctx, "cut_latent": args.cut_latent}
-    common |= {"weight_bytes": held, "planned_bytes": planned_bytes}
+    common |= {"weight_bytes": held, "planned_bytes": planned_bytes, "device_bytes": device_bytes, "planned_device_bytes": planned_all}
     if args.rank == 0:
         common |= provenance(args.commit)
         common.pop("src")

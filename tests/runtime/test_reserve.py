@@ -177,6 +177,19 @@ def test_gathers_of_a_cut_latent_path_are_in_it():
     assert cut["comm.gather"] == max(whole.get("comm.gather", 0), 1024 * 2112 * 2)
 
 
+def test_the_bench_over_ranks_plans_what_it_builds():
+    """Sixteen layers at TP 2: weights, eight streams' cache, and buffers of its buckets."""
+    from tools.bench_step import Setup
+    from tools.bench_step_ranks import planned_device_bytes
+
+    setup = Setup("kimi-k26", 16, 2, (1, 64), 4096, 8, ())
+    weights, planned_bytes = planned_device_bytes(setup, H200)
+    cache = (8 * 65 + 1) * 64 * 16 * 1152
+    rank = reserve(setup.source().target, 2, None, H200, setup.engine_config())
+    assert planned_bytes == weights + cache + rank.device_bytes and 70e9 < weights < 80e9
+    assert rank.named["local_logits"] == 64 * 81_920 * 4, "no larger bucket is built"
+
+
 def test_a_machine_without_kernels_is_refused():
     from tools.roofline import read_config
 
