@@ -23,6 +23,7 @@ class Env:
 
     check_shapes: bool = False
     test_level: int = 1
+    shim_sanitize: bool = False
     log_level: str = "info"
     api_key: str | None = field(default=None, repr=False)
     cache_dir: Path | None = None
@@ -97,6 +98,7 @@ def _entry(name: str, kind: str, sentence: str, parse: Callable[[str], Any]) -> 
 ENV_TABLE: tuple[EnvEntry, ...] = (
     _entry("RUNTIME_CHECK_SHAPES", "bool", "Check shapes and dtypes of every op call (5 us each, 0.5 ms a demo step).", _parse_bool),
     _entry("RUNTIME_TEST_LEVEL", "int 1..3", "How large the grids of the tests are: 1 in CI, 3 before a release.", _parse_int(1, 3)),
+    _entry("RUNTIME_SHIM_SANITIZE", "bool", "Tests build kernels for AddressSanitizer (CONTRIBUTING.md).", _parse_bool),
     _entry("RUNTIME_LOG_LEVEL", " | ".join(LOG_LEVELS), "The least severe message that the server logs.", _parse_choice(LOG_LEVELS)),
     _entry("RUNTIME_API_KEY", "text", "If set, the server refuses /v1 requests without this bearer token.", _parse_secret),
     _entry(

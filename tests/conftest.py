@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 
@@ -17,6 +18,7 @@ from runtime.cuda_loading import gpu_count
 from runtime.env import load_env
 
 TEST_LEVEL = load_env().test_level
+SANITIZED = load_env().shim_sanitize
 LONGEST = ("test_lossless.py", "test_distribution.py")  # minutes each: a file that starts last, ends alone (--dist loadfile)
 
 
@@ -51,9 +53,11 @@ def shim(tmp_path_factory):
     """shim(source, defines) compiles tests/kcpu/<source> as C++ and loads it; once for each set of constants."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ for the CPU shim")
+    if SANITIZED and not hasattr(ctypes.CDLL(None), "__asan_poison_memory_region"):
+        pytest.fail("RUNTIME_SHIM_SANITIZE=1 needs LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0")
     from tests.shim_device import Shim  # only here: most tests have no kernels
 
     base = tmp_path_factory.getbasetemp()  # of a worker of pytest-xdist: a folder in that of the run
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kcpu"
     folder.mkdir(exist_ok=True)
-    return Shim(folder)
+    return Shim(folder, SANITIZED)

@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.shim_device import COMPILE
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -24,7 +26,7 @@ def mutant(folder: Path, file: str, old: str, new: str) -> Callable[[str, dict[s
         target = folder / "mutant.so"
         if not target.exists():
             flags = [f"-D{name}={value}" for name, value in defines.items()] + [f"-I{ROOT / 'tests' / 'kcpu'}", f"-I{kernels}"]
-            command = ["g++", "-x", "c++", "-std=c++17", "-O0", "-DKCPU", "-w", *flags, "-shared", "-fPIC", "-o", str(target)]
+            command = [*COMPILE, "-O0", "-w", *flags, "-o", str(target)]
             subprocess.run([*command, str(ROOT / "tests" / "kcpu" / source)], check=True)
         return ctypes.CDLL(str(target))
 

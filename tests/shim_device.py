@@ -30,6 +30,9 @@ ENTRY_FILES = {
     "tree_mla.cu": "mla_entry.cu",
     "tree_mla_rows.cu": "mla_entry.cu",
 }
+COMPILE = ["g++", "-x", "c++", "-std=c++17", "-DKCPU", "-fno-gnu-unique", "-shared", "-fPIC"]  # -fno-gnu-unique: tests/kcpu/kcpu.h
+SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-fsanitize-sections=kcpu_shared"]
+KEPT = 1024  # NumPy keeps smaller memory for its next array, poison and all
 Get = Callable[[str, dict[str, int]], ctypes.CDLL]
 
 
@@ -37,8 +40,10 @@ class Shim:
     """shim(source, defines) compiles tests/kcpu/<source> as C++ and loads it; once for each set of constants, also where several
     processes share the folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sanitize: bool = False) -> None:
         self._folder = folder
+        self._flags = ["-O1", "-Wno-attributes", *(SANITIZE if sanitize else ())]
+        self._environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # the compiler goes without
         self._built: dict[tuple[Any, ...], ctypes.CDLL] = {}
 
     def __call__(self, source: str, defines: Mapping[str, int]) -> ctypes.CDLL:
@@ -48,9 +53,9 @@ class Shim:
             part = target.with_suffix(f".{os.getpid()}")  # seen whole or not at all
             flags = [f"-D{name}={value}" for name, value in defines.items()]
             flags += [f"-I{ROOT / 'tests' / 'kcpu'}", f"-I{ROOT / 'runtime' / 'kernels_cu'}"]
-            command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-DKCPU", "-Wno-attributes", *flags, "-shared", "-fPIC"]
+            command = [*COMPILE, *self._flags, *flags, "-o", str(part), str(ROOT / "tests" / "kcpu" / source)]
             if not target.exists():
-                subprocess.run([*command, "-o", str(part), str(ROOT / "tests" / "kcpu" / source)], check=True)
+                subprocess.run(command, check=True, env=self._environment)
                 os.replace(part, target)
             self._built[key] = ctypes.CDLL(str(target))
         return self._built[key]
@@ -117,13 +122,17 @@ class ShimDevice:
         self._held: dict[int, np.ndarray] = {}
 
     def alloc(self, nbytes: int) -> int:
-        room = np.zeros(max(nbytes, 1) + ALIGNMENT, np.uint8)
+        room = np.zeros(max(nbytes, 1) + ALIGNMENT + KEPT, np.uint8)
         address = -(-room.ctypes.data // ALIGNMENT) * ALIGNMENT
         self._held[address] = room
+        end = address + -(-nbytes // 16) * 16
+        _mark("poison", room.ctypes.data, address - room.ctypes.data)
+        _mark("poison", end, room.ctypes.data + room.nbytes - end)
         return address
 
     def free(self, address: int) -> None:
-        del self._held[address]
+        room = self._held.pop(address)
+        _mark("unpoison", room.ctypes.data, room.nbytes)
 
     def upload(self, address: int, array: Any) -> None:
         check_contiguous("upload", array)
@@ -154,6 +163,13 @@ class ShimDevice:
 
     def synchronize(self) -> None:
         """Nothing is on its way: launches run when they are enqueued."""
+
+
+def _mark(how: str, address: int, nbytes: int) -> None:
+    """Tells AddressSanitizer, where it is there, what nobody may touch: memory is as long as was asked for, to the byte."""
+    mark = getattr(ctypes.CDLL(None), f"__asan_{how}_memory_region", None)
+    if mark is not None and nbytes:
+        mark(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def _entry(library: ctypes.CDLL, name: str) -> Any:

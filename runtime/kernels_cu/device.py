@@ -35,7 +35,7 @@ class Device(Protocol):
     stream: int
 
     def alloc(self, nbytes: int) -> int:
-        """Address of new memory, a multiple of 256, all zero; it lives as long as the device does or until `free`."""
+        """Address of new memory, a multiple of 256, all zero, of whole vectors (16 bytes); it lives as the device does or until `free`."""
 
     def free(self, address: int) -> None:
         """Gives back what `alloc` gave."""

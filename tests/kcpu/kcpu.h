@@ -9,9 +9,13 @@
 // missing barrier often shows in one order only). There are no races and no asynchronous copies here, but
 // bytes are counted where a barrier expects them; compute-sanitizer on a GPU looks for the rest.
 //
-// Not thread-safe. One translation unit a shared library. x86-64 only.
+// One launch of a library at a time, or it aborts. One translation unit a shared library, linked with -fno-gnu-unique: else the
+// dynamic linker would give all libraries of a process one set of these variables. x86-64 Linux only.
 #pragma once
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -39,7 +43,12 @@ struct Fiber {
 
 constexpr int WARP_SIZE = 32;
 constexpr int MAX_LANE_BYTES = 256;           // largest value that a lane may pass to, or take from, a collective
-constexpr size_t STACK_BYTES = 64 << 10;      // for each fiber
+#ifdef __SANITIZE_ADDRESS__
+constexpr size_t STACK_BYTES = 256 << 10;     // for each fiber; frames with red zones are some times larger
+#else
+constexpr size_t STACK_BYTES = 64 << 10;
+#endif
+constexpr size_t GUARD_BYTES = 4096;          // of a stack's lowest bytes: who overflows it faults
 constexpr size_t SMEM_ALIGNMENT = 1024;       // enough for every swizzle
 constexpr long SPIN_LIMIT = 1000000;          // switches without progress before a wait is called a deadlock
 
@@ -62,6 +71,8 @@ inline int live = 0;                          // fibers that have not returned y
 inline void* launcher_stack_pointer = nullptr;
 inline std::function<void()>* kernel_body = nullptr;
 inline char* dynamic_smem = nullptr;          // the launch's dynamic shared memory
+inline char* stacks_at = nullptr;             // the fibers' stacks, one after the other
+inline size_t stacks_bytes = 0;
 
 inline bool descending = false;               // the order in which fibers take turns
 
@@ -98,6 +109,11 @@ kcpu_switch:
   popq %rbp
   ret
 )");
+
+[[noreturn]] inline void abandon(const char* why) {
+  fprintf(stderr, "kcpu: %s\n", why);
+  std::abort();
+}
 
 [[noreturn]] inline void deadlock(const char* where) {
   fprintf(stderr, "kcpu: deadlock in %s: block (%u, %u, %u), thread %d waits\n", where, block_idx.x, block_idx.y,
@@ -257,25 +273,49 @@ inline void warp_collective(const void* in, int in_bytes, void* out, int out_byt
 
 // ---------------------------------------------------------------- launch
 
-inline void run_block(Dim3 index, std::vector<char>& stacks, size_t smem_bytes) {
+// Static shared variables lie in one section of the library, so that they too are all ones when a block begins.
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_kcpu_shared[];
+extern "C" __attribute__((weak, visibility("hidden"))) char __stop_kcpu_shared[];
+
+__attribute__((no_sanitize("address"))) inline void poison_static_smem() {
+  for (volatile char* at = __start_kcpu_shared; at != __stop_kcpu_shared; at++) *at = (char)0xff;  // red zones and all
+}
+
+inline void run_block(Dim3 index, size_t smem_bytes) {
   block_idx = index;
   live = (int)fibers.size();
   barrier_arrived = 0;
   memset(dynamic_smem, 0xff, smem_bytes);     // all ones is NaN in fp32, bf16 and fp16: reading before writing shows
+  poison_static_smem();
   for (unsigned i = 0; i < fibers.size(); i++) {
     Fiber& fiber = fibers[i];
     fiber.linear_index = (int)i;
     fiber.thread_idx = {i % block_dim.x, (i / block_dim.x) % block_dim.y, i / (block_dim.x * block_dim.y)};
     fiber.done = false;
-    fiber.stack_pointer = fresh_stack(&stacks[(size_t)i * STACK_BYTES]);
+    fiber.stack_pointer = fresh_stack(stacks_at + (size_t)i * STACK_BYTES);
   }
   for (NamedBarrier& b : named_barriers) b = {};
   current = 0;
   kcpu_switch(&launcher_stack_pointer, fibers[0].stack_pointer);  // comes back when the last fiber has returned
 }
 
+// Stacks of so many fibers, each above a page that nobody may touch. Pages are there once they are touched, mostly one a fiber.
+struct Stacks {
+  explicit Stacks(size_t threads) {
+    stacks_bytes = threads * STACK_BYTES;
+    stacks_at = (char*)mmap(nullptr, stacks_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+    if (stacks_at == MAP_FAILED) abandon("mmap of the stacks");
+    for (size_t i = 0; i < threads; i++) {
+      if (mprotect(stacks_at + i * STACK_BYTES, GUARD_BYTES, PROT_NONE)) abandon("mprotect of a guard page");
+    }
+  }
+  ~Stacks() { munmap(stacks_at, stacks_bytes); }
+};
+
 // Runs body() once for every thread of the grid; `body` is a lambda that calls the kernel with its arguments.
 inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void()> body) {
+  static std::atomic_flag launching = ATOMIC_FLAG_INIT;
+  if (launching.test_and_set()) abandon("two threads launch kernels of one library at once");
   const size_t threads = (size_t)block.x * block.y * block.z;
   grid_dim = grid;
   block_dim = block;
@@ -283,18 +323,37 @@ inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void(
   fibers.assign(threads, Fiber{});
   warps.assign((threads + WARP_SIZE - 1) / WARP_SIZE, Warp{});
 
-  std::vector<char> stacks(threads * STACK_BYTES);
-  std::vector<char> smem(smem_bytes + SMEM_ALIGNMENT);
-  dynamic_smem = (char*)(((uintptr_t)smem.data() + SMEM_ALIGNMENT - 1) & ~(uintptr_t)(SMEM_ALIGNMENT - 1));
+  const Stacks stacks(threads);
+  const size_t smem_room = smem_bytes ? smem_bytes : 1;
+  if (posix_memalign((void**)&dynamic_smem, SMEM_ALIGNMENT, smem_room)) abandon("no memory");  // to the byte, for AddressSanitizer
 
   for (unsigned z = 0; z < grid.z; z++) {
     for (unsigned y = 0; y < grid.y; y++) {
-      for (unsigned x = 0; x < grid.x; x++) run_block({x, y, z}, stacks, smem_bytes);
+      for (unsigned x = 0; x < grid.x; x++) run_block({x, y, z}, smem_bytes);
     }
   }
+  free(dynamic_smem);
+  launching.clear();
+}
+
+// As the GPU has it: an access of 2, 4, 8 or 16 bytes lies at a multiple of its width. Registers, here on a stack, have no address there.
+inline void check_aligned(const void* at, size_t bytes) {
+  const bool single = bytes && bytes <= 16 && (bytes & (bytes - 1)) == 0;
+  if (!single || ((uintptr_t)at & (bytes - 1)) == 0 || (size_t)((const char*)at - stacks_at) < stacks_bytes) return;
+  fprintf(stderr, "kcpu: %zu bytes at %p: thread %d\n", bytes, at, fibers[current].linear_index);
+  abandon("a misaligned access");
 }
 
 }  // namespace kcpu
+
+// What the references of the prims call: they copy as many bytes as the instruction moves.
+namespace prim {
+template <class To, class From> inline void* memcpy(To* to, const From* from, size_t bytes) {  // a better match than the C library's
+  kcpu::check_aligned(to, bytes);
+  kcpu::check_aligned(from, bytes);
+  return ::memcpy(to, from, bytes);
+}
+}  // namespace prim
 
 // ---------------------------------------------------------------- CUDA's names
 
@@ -307,7 +366,7 @@ inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void(
 #define __grid_constant__
 #define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ static  // one block at a time, so one copy is enough; not poisoned, keeps the previous block's values
+#define __shared__ static __attribute__((section("kcpu_shared")))  // one block at a time, so one copy is enough
 
 #define threadIdx (kcpu::fibers[kcpu::current].thread_idx)
 #define blockIdx (kcpu::block_idx)
