@@ -8,12 +8,16 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
+
+from runtime.env import load_env
 
 
 def on_ranks(world: int, call: Callable[[int], Any], timeout_s: float = 60.0, start: str = "fork") -> list[Any]:
     """call(rank) in a process each; their results in rank order. Raises AssertionError with the traceback of one that fails."""
     context: Any = multiprocessing.get_context(start)
+    timeout_s *= 10 if load_env().shim_sanitize else 1  # AddressSanitizer slows who waits in a kernel
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [context.Process(target=_run, args=(call, rank, pipes[rank][1])) for rank in range(world)]
     for process in ranks:
@@ -21,7 +25,9 @@ def on_ranks(world: int, call: Callable[[int], Any], timeout_s: float = 60.0, st
     try:
         results = []
         for rank, (ours, _) in enumerate(pipes):
-            assert ours.poll(timeout_s), f"rank {rank} has not answered"
+            if ours not in wait([ours, ranks[rank].sentinel], timeout_s):
+                ranks[rank].join(1.0)  # the sentinel may be early
+            assert ours.poll(0), f"rank {rank} has not answered, its process has exit code {ranks[rank].exitcode}"
             good, result = ours.recv()
             assert good, f"rank {rank}:\n{result}"
             results.append(result)

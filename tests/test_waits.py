@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from tests.forks import on_ranks
 from tests.waits import join, line_with, turns
 
 
@@ -41,3 +44,12 @@ def test_a_line_is_waited_for_but_not_for_ever() -> None:
         line_with(start("print('a'); raise SystemExit(3)"), "at")
     with pytest.raises(AssertionError, match=r"ended with -9: \[\]"):
         line_with(start("import time; time.sleep(60)"), "at", 0.2)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for() -> None:
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1 has not answered, its process has exit code 3"):
+        on_ranks(2, lambda rank: os._exit(3) if rank else rank, 300.0)
+    assert time.monotonic() - began < 100
+    with pytest.raises(AssertionError, match="rank 0 has not answered, its process has exit code None"):
+        on_ranks(1, lambda rank: time.sleep(60), 0.1)
