@@ -9,6 +9,7 @@ Weights keep their bf16 values in float32, INT4 experts stay packed.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,7 @@ import numpy as np
 
 from runtime.chunks import ChunkShape
 from runtime.kernels_np import chunks, dense, draft, mla, moe, sample
+from runtime.kernels_np.arena import Arena
 from runtime.source import Source, W4Source
 from runtime.types import F32, I32, Array
 from runtime.w4 import W4
@@ -58,10 +60,11 @@ class NumpyBackend:
         self._storage: dict[str, Any] = {**_FIXED, "bf16": ACTIVATIONS[activations]}
         self._buffers: dict[str, Array] = {}
         self._hit: list[int] = []
+        self._weights = Arena()
 
     def moe_w4(self, x: Array, expert: I32, weight: F32, w13: Any, w2: Any, base: Array, *, out: Array) -> None:
         moe.moe_w4(x, expert, weight, w13, w2, base, out=out)
-        self._hit.append(len(np.unique(expert)))
+        self._hit.append(int(np.count_nonzero(np.bincount(expert.reshape(-1)))))
 
     def experts_hit(self) -> float:
         """Distinct experts, the mean over the moe_w4 calls since this was asked last; 0 without one."""
@@ -71,9 +74,10 @@ class NumpyBackend:
     def param(self, weight: Array | Source) -> Array:
         """A weight as the ops want it: bf16 becomes float32 with the same values."""
         array = weight.read() if isinstance(weight, Source) else weight
-        if array.dtype == ml_dtypes.bfloat16:
-            return np.ascontiguousarray(array.astype(np.float32))
-        return np.ascontiguousarray(array)
+        dtype = np.float32 if array.dtype == ml_dtypes.bfloat16 else array.dtype
+        held = self._weights.empty(array.shape, dtype)
+        held[...] = array
+        return held
 
     def param_w4(self, weight: W4 | W4Source) -> Any:
         return moe.Experts(weight.pack() if isinstance(weight, W4Source) else weight)
@@ -84,7 +88,7 @@ class NumpyBackend:
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: str = "bf16") -> Array:
         """The buffer of that name, viewed in `shape`; contents undefined. It grows to the largest shape asked for."""
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         held = self._buffers.get(name)
         if held is None or held.size < count or held.dtype != self._storage[dtype]:
             held = np.empty(max(count, 1), self._storage[dtype])

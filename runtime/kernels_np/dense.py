@@ -17,8 +17,10 @@ def embed(token: I32, table: F32, first: int, *, out: Array) -> None:
 def normed(x: Array, w: F32, eps: float) -> Array:
     """x * rsqrt(mean(x^2) + eps) * w along the last axis, in float32, not rounded."""
     x = f32(x)
-    mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
-    return (x * (np.float32(1.0) / np.sqrt(mean + np.float32(eps)))) * w
+    mean = np.add.reduce(np.square(x), axis=-1, keepdims=True) / np.float32(x.shape[-1])
+    result: Array = x * (np.float32(1.0) / np.sqrt(mean + np.float32(eps)))
+    result *= w
+    return result
 
 
 def rms_norm(x: Array, w: F32, eps: float, *, out: Array) -> None:

@@ -16,7 +16,10 @@ def rotate_halves(x: F32, cos_sin: F32) -> F32:
     half = x.shape[-1] // 2
     cos, sin = cos_sin[..., :half], cos_sin[..., half:]
     first, second = x[..., :half], x[..., half:]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    out = np.empty(x.shape, np.float32)
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = second * cos + first * sin
+    return out
 
 
 def head_norm_rope(x: Array, w: F32, eps: float, pos: I32, cos_sin: F32, *, out: Array) -> None:
@@ -50,8 +53,8 @@ def block_attention(
     result = out.reshape(streams, block, groups, heads // groups, width)
     for b in range(streams):
         slots = slots_of(pages[b], page_size, int(ctx[b]))
-        keys = np.concatenate([f32(k_cache[slots]), own_k[b]]).transpose(1, 2, 0)  # [Z, J, X]
-        values = np.concatenate([f32(v_cache[slots]), own_v[b]]).transpose(1, 0, 2)  # [Z, X, J]
+        keys = np.concatenate([f32(k_cache.take(slots, axis=0)), own_k[b]]).transpose(1, 2, 0)  # [Z, J, X]
+        values = np.concatenate([f32(v_cache.take(slots, axis=0)), own_v[b]]).transpose(1, 0, 2)  # [Z, X, J]
         rows = query[b].transpose(1, 0, 2, 3).reshape(groups, -1, width)
         scores = np.matmul(rows, keys) * np.float32(scale)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -97,7 +97,7 @@ def test_experts_as_good_as_each_other_are_the_devices_choice(make):
     twin, strict = make(positions=192, pages=25), make(positions=192, pages=25)
     for device in (twin, strict):
         for expert in range(0, SIZES["n_routed_experts"], 2):
-            device.favour(expert, 0.002)
+            device.favour(expert, 0.003)
     check_story(twin, VOCAB, **LONG)
     found = max(twin.oracle.followed, key=lambda one: one.gap)
     strict.oracle.tie = found.gap
