@@ -59,7 +59,7 @@ class Hopper(ShimDevice):
     def functions(self, source, defines, entries):
         if not source.startswith("tree_mla"):
             return super().functions(source, defines, entries)
-        library = self._get("mla_run_entry.cu", dict(defines))
+        library = self._get("mla_entry.cu", dict(defines))
         return {name: getattr(library, f"run_{name}") for name in entries}
 
 
