@@ -34,7 +34,7 @@ class Graphs(ScriptedExecutor):
 
     def step(self, plan: StepPlan) -> StepResult:
         self.launched.append((plan.bucket, plan.m, int(plan.ctx.sum())))
-        time.sleep(2e-4 + 4e-5 * plan.bucket + 1e-5 * int(plan.ctx.sum()))
+        time.sleep(2e-4 + 4e-5 * plan.bucket + 4e-5 * int(plan.ctx.sum()))
         return super().step(plan)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
