@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.kernels_np import NumpyBackend, dense, draft, mla, moe
+from runtime.kernels_np import NumpyBackend, arena, dense, draft, mla, moe
 from runtime.ops import OPS
-from runtime.w4 import dequantise, pack
+from runtime.w4 import W4, dequantise, pack
 from tests.plans import make_plan, page_table, random_parents
 
 
@@ -167,6 +167,34 @@ def test_experts_equal_dense_sum() -> None:
 def test_mutation_scale_off_by_one_percent() -> None:
     out, want = moe_world(1.01)
     assert not np.allclose(out, want, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(5, 64, 128), (5, 128, 64)], ids=["wide", "tall"])
+def test_room_for_two_experts_serves_all(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was used longest ago makes room; what comes back is decoded again."""
+    rng = np.random.default_rng(9)
+    packed = pack(rng.integers(0, 16, shape).astype(np.uint8), rng.uniform(0.02, 0.05, (*shape[:2], shape[2] // 32)).astype("bfloat16"))
+    monkeypatch.setattr(moe, "DEQUANTISED_BYTES", 2 * 4 * shape[1] * shape[2] + 1)
+    decoded: list[int] = []
+
+    def noting(w: W4, expert: int) -> np.ndarray:
+        decoded.append(expert)
+        return dequantise(w, expert)
+
+    monkeypatch.setattr(moe, "dequantise", noting)
+    experts = moe.Experts(packed)
+    for expert in (3, 1, 3, 4, 3, 1, 0, 0):
+        assert np.array_equal(experts.matrix(expert), dequantise(packed, expert))
+    assert decoded == [3, 1, 4, 1, 0]
+
+
+def test_weights_keep_apart_in_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of any shape, larger than a block too: each holds its own numbers after all have come."""
+    monkeypatch.setattr(arena, "BLOCK_BYTES", 1024)
+    ops, rng = NumpyBackend(), np.random.default_rng(10)
+    given = [rng.standard_normal(shape).astype("float32") for shape in ((3, 7), (5,), (0, 4), (20, 20), (2, 3, 4), (13, 17))]
+    held = [ops.param(weight) for weight in given]
+    assert all(np.array_equal(a, b) and a.flags.c_contiguous for a, b in zip(held, given, strict=True))
 
 
 def test_block_attention_equals_a_loop() -> None:
