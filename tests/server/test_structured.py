@@ -256,7 +256,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 def test_what_can_not_be_held_is_named(running: Any, fields: dict[str, Any], param: str | None) -> None:
     start = time.perf_counter()
     status, body = running.client.chat(**fields)
-    assert status == 400 and time.perf_counter() - start < 5, body
+    assert status == 400 and time.perf_counter() - start < 15, body  # cut off after compile_s, 5
     if param is not None:
         assert body["error"]["param"].startswith(param), body
     assert running.client.get("/health")[0] == 200
