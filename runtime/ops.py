@@ -100,8 +100,8 @@ def _tree_mla_cost(s: Symbols) -> Cost:
 
 def _chunk_attention_cost(s: Symbols) -> Cost:
     """All rows in chunks unless `chunk_rows` and its keys say which are: each key is expanded once for every head."""
-    given = (s["chunk_rows"], s["chunk_keys"], s["chunk_row_keys"]) if "chunk_rows" in s else (s["M"], s["keys"], _row_keys(s))
-    rows, keys, row_keys = given
+    taken = "chunk_rows" in s
+    rows, keys, row_keys = (s["chunk_rows"], s["chunk_keys"], s["chunk_row_keys"]) if taken else (s["M"], s["keys"], _row_keys(s))
     query, wide = s["N"] + s["R"], s["N"] + s["U"]
     flops = 2.0 * s["A"] * (keys * s["L"] * wide + row_keys * (query + s["U"]))
     read = keys * (s["L"] + s["R"]) + (s["A"] * s["L"] * wide if rows else 0.0) + rows * s["A"] * query

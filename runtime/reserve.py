@@ -29,7 +29,7 @@ from runtime.kernels_cu.peer_comm import PeerComm, PeerMemory, region_of
 from runtime.kernels_cu.plan_io import MOST_UNIONS
 from runtime.kernels_cu.recorder import DeviceW4
 from runtime.kernels_cu.residency import SLOT_BYTES, SLOTS
-from runtime.loading import plan_layout
+from runtime.loading import DRAFT_TOP_K, plan_layout
 from runtime.null import PackedShape, ShapeOnly
 from runtime.shape_model import shape_drafter, shape_weights
 from runtime.worker import Limits
@@ -37,7 +37,6 @@ from runtime.worker import Limits
 ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx-pro-6000": "sm_120a"}
 SMS = {"h100": 132, "h200": 132, "b200": 148, "rtx-pro-6000": 188}
 DEFAULTS = EngineConfig(max_num_batched_tokens=BATCHED_TOKENS, block_size=BLOCK_SIZE)
-TOP_K = 16  # tokens that a drafter proposes for a place
 _PAGES = 2
 
 
@@ -104,7 +103,7 @@ def reserve(
     heads = stage is None or stage.heads
     own = drafter.part(tp) if drafter and heads else None
     length = config.max_model_len or c.max_positions
-    limits = Limits(c.vocab, config.max_num_batched_tokens, _PAGES, config.block_size, length, own.depth if own else 0, TOP_K)
+    limits = Limits(c.vocab, config.max_num_batched_tokens, _PAGES, config.block_size, length, own.depth if own else 0, DRAFT_TOP_K)
     backend = CudaBackend(device, config.batch_invariant)
     with blank_maps():
         trees = replace(limits, draft_depth=drafter.depth if drafter else 0)  # which every stage verifies

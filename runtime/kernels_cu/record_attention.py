@@ -62,7 +62,7 @@ def tree_mla(
     if private is not None:
         r.launch(private, r.device.functions(tree_paths.SOURCE, {}, tree_paths.ENTRIES))
     r.launch(family.layer_call(dims, config, blocks, at, scale, slots, behind_plan=not planned), functions)
-    if family.merges_later(config):
+    if family.merges_later(config):  # asked how many fit, the function gets its division of an SM's memory
         r.device.resident(functions[family.MERGE], family.MERGE_THREADS, family.MERGE_SMEM)
         r.launch(family.merge_call(dims, config, blocks, at, scale), functions)
 

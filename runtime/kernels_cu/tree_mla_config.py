@@ -75,7 +75,7 @@ class Config:
     partials in float32, so that split and unsplit tiles agree bit for bit; else bf16, half the bytes. chunk: key tiles a split,
     0: chosen on the device for the step's load; given, a row's numbers depend on its own keys alone. rows: tree_mla_rows.cu,
     64 query columns as the product's rows, for sequences that have that many; 8 octets, a ring of two tiles. trials: pairs of a
-    name of prim/mla_trials.cuh and its value, for the benchmark alone.
+    name of prim/mla_trials.cuh and its value, for the benchmark; `served` adds those that a step has.
     """
 
     octets: int = 8

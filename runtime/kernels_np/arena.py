@@ -1,7 +1,7 @@
 """Weights side by side in large blocks.
 
-NumPy asks the system for huge pages from 4 MB on, and most matrices of a small model are below: read from memory, as every step
-does whose weights exceed the caches, 60 MB of them take 1.2 times as long from pages of 4 KB.
+NumPy asks the system for huge pages from 4 MB on, and most matrices of a small model are below. A step whose weights exceed the
+caches reads them from memory, where pages of 4 KB cost it time.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from runtime.kernels_np.dense import normed
 from runtime.kernels_np.rows import ROW_TILE, f32, product_per_head
 from runtime.types import F32, I32, I64, U64, Array
 
-# Of 128 the last tile, half empty and gathered anew for every row of a tree, made eight rows 1.4 times as dear at 150 tokens of context;
-# a product of eight heads with 56 keys of 576 numbers is the largest that OpenBLAS leaves to one thread (2^18 multiply-adds).
+# The last tile, half empty, is gathered anew for every row of a tree, so it should be small; a product of eight heads with 56 keys of
+# 576 numbers is the largest that OpenBLAS leaves to one thread (2^18 multiply-adds).
 KEY_TILE = 56
 
 

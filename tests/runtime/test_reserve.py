@@ -22,9 +22,9 @@ from runtime.kernels_cu._tensor_map import blank_maps
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.blank import BlankDevice
 from runtime.kernels_cu.peer_comm import PeerComm, PeerMemory
-from runtime.loading import plan_layout
+from runtime.loading import DRAFT_TOP_K, plan_layout
 from runtime.planning import memory_per_rank
-from runtime.reserve import ARCHITECTURES, TOP_K, CountingDriver, Reserved, reserve
+from runtime.reserve import ARCHITECTURES, CountingDriver, Reserved, reserve
 from runtime.worker import Limits
 from tests.runtime.graph.test_ranks_shim import SIZES, HostLarge
 from tests.shim_device import ShimDevice
@@ -92,7 +92,7 @@ def allocated(case: Case) -> tuple[int, int]:
     ckpt, c, own, d = case.checkpoints()
     device, part = HoldingDevice(), d.part(case.tp)
     backend, driver, config = CudaBackend(device, case.invariant), CountingDriver(device), case.config
-    limits = Limits(c.vocab, 256, PAGES, 64, 128, d.depth, TOP_K)
+    limits = Limits(c.vocab, 256, PAGES, 64, 128, d.depth, DRAFT_TOP_K)
     reach, slots = 128, PAGES * 64
     weights = kimi_k26.load(ckpt, c, backend, 0, case.tp, reach)
     drafting = dflash.load(own, d, backend, reach, None, 0, case.tp)
