@@ -167,7 +167,8 @@ def test_a_step_says_how_many_experts_its_layers_hit(world, probe, rows):
     """Captured, in a bucket with dead rows, against NumPy on the choices of the launches one by one."""
     plan = probe.step(rows, min(rows, 8))
     hit = hit_by_layer(world.worker, plan)
-    assert len(hit) <= MOST_UNIONS and world.worker.step(plan).experts == pytest.approx(np.mean(hit)) > 0
+    assert len(hit) <= MOST_UNIONS and min(hit) > 0
+    assert world.worker.step(plan).experts == pytest.approx(np.mean(hit))
 
 
 def test_an_invariant_rows_bits_are_its_own(invariant):
