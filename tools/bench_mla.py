@@ -23,7 +23,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime.bits import ancestor_bits
 from runtime.hw import HARDWARE
 from runtime.kernels_cu._build import include_closure, read_source
-from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict_us, work
+from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict_us, served, work
 from runtime.ops import OPS
 from tools.mla_rig import Attention, as_float
 from tools.mla_variants import describe
@@ -93,8 +93,9 @@ def parse_case(text: str) -> Case:
 
 
 def likely(case: Case, arch: str) -> list[Config]:
-    """Candidates, the one of least predicted time first, then the other kernel's best, then the rest."""
+    """Candidates as they are served, the one of least predicted time first, then the other kernel's best, then the rest."""
     found = sorted(candidates(case.dims, arch), key=lambda c: predict_us(case.dims, c, H200))
+    found = list(dict.fromkeys(served(c, case.dims) for c in found))
     other = next((c for c in found if c.rows != found[0].rows), found[0])
     return sorted(found, key=lambda c: 0 if c is found[0] else 1 if c is other else 2)
 
@@ -127,10 +128,9 @@ class Bench:
         self.arrays = {name: cp.asarray(a) for name, a in host.items()}
         self.room: dict[str, Any] = {}
 
-    def launches(self, config: Config, promotion: int = 3) -> tuple[Any, list[Any]]:
+    def launches(self, config: Config) -> tuple[Any, list[Any]]:
         """The plan, and for each page table a launch or two."""
-        from runtime.kernels_cu._tensor_map import tensor_map
-        from runtime.kernels_cu.tree_mla import build_kernels, layer_call, merge_launch, merges_later, plan_launch, workspace_bytes
+        from runtime.kernels_cu.tree_mla import build_kernels, layer_launch, merge_launch, merges_later, plan_launch, workspace_bytes
 
         cp, d = self.cp, self.case.dims
         kernels = build_kernels(d, config, self.rig.arch, self.rig.sms)
@@ -140,11 +140,7 @@ class Bench:
         layers = []
         for k in range(self.case.calls):
             here = at | {"pages": at["tables"] + k * self.tables[0].nbytes}
-            call = layer_call(d, config, kernels.blocks, here, SCALE, slots=PAGES * PAGE, behind_plan=not k)
-            if promotion != 3:
-                keys = tensor_map(at["cache"], PAGES * PAGE, WIDTH, 2 * WIDTH, PAGE, promotion)
-                call = replace(call, arguments=(call.arguments[0], keys, *call.arguments[2:]))
-            layers.append(call.launch(kernels.functions))
+            layers.append(layer_launch(kernels, here, SCALE, slots=PAGES * PAGE, behind_plan=not k))
             if merges_later(config):
                 layers.append(merge_launch(kernels, here, SCALE))
         return plan_launch(kernels, at), layers
@@ -223,7 +219,7 @@ def check_numerics(arch: str) -> None:
 
 def portable_and_own(dims: Dims, arch: str) -> Iterator[Config]:
     yield from (c for c in candidates(dims, "sm_120a") if not c.ahead and c.float_parts)
-    yield from (c for c in candidates(dims, arch) if c.wgmma)
+    yield from dict.fromkeys(served(c, dims) for c in candidates(dims, arch) if c.wgmma)
 
 
 def source_digest(source: str) -> str:
@@ -307,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="append a record a case")
     parser.add_argument("--check", action="store_true", help="numerics only")
     parser.add_argument("--predict", action="store_true", help="predicted times, without a GPU")
-    parser.add_argument("--variants", action="store_true", help="today's build beside those that await a measurement")
+    parser.add_argument("--variants", action="store_true", help="what is served beside builds that await a measurement")
     parser.add_argument("--build", action="store_true", help="with --variants: compile them, run nothing")
     parser.add_argument("--seconds", type=float, default=140.0, help="with --variants: none is begun after so many")
     parser.add_argument("--first", type=int, default=0, help="with --variants: the job to begin with, as an earlier run names it")

@@ -8,38 +8,30 @@ with a page table of its own over 1.8 GB, the median of the replays over the cal
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from runtime.kernels_cu._build import BuildError, build
-from runtime.kernels_cu._launch import Launch
 from runtime.kernels_cu.tree_mla_config import Config
 from runtime.ops import OPS
 from tools.bench_mla import CASES, MAX_ERROR, PAGE, PAGES, WIDTH, Bench, parse_case, source_digest, targets
 from tools.mla_rig import Attention
-from tools.mla_variants import REASONS, ROUNDS, Variant, trying, variants
+from tools.mla_variants import ROUNDS, describe, trying, variants
 
-_PDL, _CLUSTER = 6, 4  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, _CLUSTER_DIMENSION
 SAMPLED_S = 0.1
 
 
-def stamped(case: str, variant: Variant) -> Config:
+def stamped(case: str, config: Config) -> Config:
     """The build that notes where a block's time goes: the third and fourth key tile of an item, or later ones where it has many."""
-    return trying(variant.config, {"STAMPS": 2 if parse_case(case).ctx < 8192 else 20})
-
-
-def watched(case: str) -> list[Variant]:
-    """Today's build and the first two that should gain: of these the way through the kernel is noted."""
-    return variants(case)[:3] if case in CASES else []
+    return trying(config, {"STAMPS": 2 if parse_case(case).ctx < 8192 else 20})
 
 
 class Builds:
@@ -71,25 +63,6 @@ class Builds:
 
 def _build(source: str, defines: tuple[tuple[str, int], ...], arch: str, noted: bool) -> None:
     build(source, dict(defines), arch, allow_spills=noted)
-
-
-# ---------------------------------------------------------------- clusters of two, without a use of them in the kernel
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
-
-
-def pair_blocks(launch: Launch) -> Launch:
-    """The launch in clusters of two. Raises ValueError where not all of its blocks can be resident so: they wait for one another."""
-    driver, fits = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    room = (_Attribute * 2)(_Attribute(_CLUSTER, 0, (ctypes.c_uint32 * 16)(2, 1, 1)), _Attribute(_PDL, 0, (ctypes.c_uint32 * 16)(1)))
-    launch._config.attributes, launch._config.count = ctypes.addressof(room), 2
-    launch.keep += (room,)
-    status = driver.cuOccupancyMaxActiveClusters(
-        ctypes.byref(fits), ctypes.c_void_p(launch.function.handle), ctypes.c_void_p(ctypes.addressof(launch._config))
-    )
-    if status or 2 * fits.value < launch.grid[0]:
-        raise ValueError(f"{launch.grid[0]} blocks in clusters of two: {fits.value} clusters are resident at once (CUDA error {status})")
-    return launch
 
 
 # ---------------------------------------------------------------- where a block's time goes
@@ -144,8 +117,7 @@ class SideBySide:
         from tools.moe_rig import Rig
 
         self.options, self.builds = options, builds
-        self.base: dict[str, float] = {}
-        self.best: dict[str, tuple[float, str]] = {}
+        self.times: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
         rig = Rig()
         pool = rig.normal(PAGES * PAGE, WIDTH, 5)
         self.benches = {case: Bench(pool, rig, parse_case(case)) for case in cases}
@@ -156,105 +128,104 @@ class SideBySide:
             self.batches[heads] = batch, batch.reference()
         self.source = provenance(options.commit)
 
-    def launches(self, case: str, variant: Variant) -> tuple[Any, list[Any]]:
-        self.builds.wait(variant.config, self.benches[case].case.heads)
-        plan, layers = self.benches[case].launches(variant.config, variant.promotion)
-        return plan, [pair_blocks(launch) for launch in layers] if variant.paired else layers
+    def launches(self, case: str, config: Config) -> tuple[Any, list[Any]]:
+        self.builds.wait(config, self.benches[case].case.heads)
+        return self.benches[case].launches(config)
 
-    def started(self, case: str, variant: Variant) -> list[Any]:
+    def started(self, case: str, config: Config) -> list[Any]:
         """Its layers' launches, behind the plan."""
-        plan, layers = self.launches(case, variant)
+        plan, layers = self.launches(case, config)
         plan.run(self.benches[case].rig.stream.ptr)
         return layers
 
-    def wrong(self, case: str, variant: Variant, error: float) -> str:
-        """What is wrong with a variant: of a ragged batch, or of the rows that gave `error`."""
+    def wrong(self, case: str, config: Config, error: float) -> str:
+        """What is wrong with it: of a ragged batch, or of the rows that gave `error`."""
         from tests.compare import compare
         from tests.runtime.kernels_cu.mla_cases import SCALE
 
         batch, reference = self.batches[self.benches[case].case.heads]
-        found = compare(Attention(batch, variant.config, SCALE).run(), reference, OPS["tree_mla"].tolerance)
+        found = compare(Attention(batch, config, SCALE).run(), reference, OPS["tree_mla"].tolerance)
         return str(found).splitlines()[0] if not found.ok else "" if error < MAX_ERROR else f"relative error {error:.2e}"
 
-    def time(self, case: str, variant: Variant) -> None:
+    def time(self, case: str, config: Config) -> None:
         """One line, and one record where records are wanted."""
-        bench, head = self.benches[case], f"{case:<16}{variant!s:<84}"
+        bench, name, times = self.benches[case], describe(config), self.times[case]
+        head = f"{case:<16}{name:<64}"
         try:
-            launches = self.launches(case, variant)
+            launches = self.launches(case, config)
         except (ValueError, BuildError) as refused:
             print(f"{head} {refused}", flush=True)
             return
         error = bench.error(launches)
-        if fault := self.wrong(case, variant, error):
+        if fault := self.wrong(case, config, error):
             print(f"{head} WRONG, not timed: {fault}", flush=True)
             return
         us = bench.time_us(launches[1], SAMPLED_S, bench.case.calls)
-        if case not in self.base:
-            first = variants(case)[0]
-            self.base[case] = us if variant == first else bench.time_us(self.started(case, first), SAMPLED_S, bench.case.calls)
-        gain = us / self.base[case] - 1
-        self.best[case] = min(self.best.get(case, (float("inf"), "")), (us, str(variant)))
-        print(f"{head}{us:9.1f} us {gain:+7.1%}  error {error:.1e}  {targets(case).split(';')[0]}", flush=True)
+        times.setdefault(name, []).append(us)
+        first = next(iter(times.values()))[-1]
+        print(f"{head}{us:9.1f} us {us / first - 1:+7.1%}  error {error:.1e}  {targets(case).split(';')[0]}", flush=True)
         if self.options.json:
             record = {
-                "schema": 1, **asdict(bench.case), "variant": str(variant), "us": round(us, 2), "gain": round(gain, 4),
-                "error": float(f"{error:.2e}"), "calls": bench.case.calls, **asdict(variant), **self.source,
-                "src": source_digest(variant.config.source),
+                "schema": 1, **asdict(bench.case), "variant": name, "us": round(us, 2), "gain": round(us / first - 1, 4),
+                "error": float(f"{error:.2e}"), "calls": bench.case.calls, "config": asdict(config), **self.source,
+                "src": source_digest(config.source),
             }  # fmt: skip
             self.options.json.parent.mkdir(parents=True, exist_ok=True)
             with self.options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
     def summary(self) -> None:
-        """Today's build and the best one of every case, against its targets."""
-        print(f"{'case':<16}{'today':>10}{'best':>10}{'must':>8}{'goal':>8}  variant")
-        for case, (us, name) in self.best.items():
-            must, goal = CASES[case][2:] if case in CASES else ("", "")
-            print(f"{case:<16}{self.base[case]:10.1f}{us:10.1f}{must!s:>8}{goal!s:>8}  {name}", flush=True)
+        """What is served and the best variant of every case, each the median of its rounds, against the targets."""
+        print(f"{'case':<16}{'served':>10}{'best':>10}{'must':>8}{'goal':>8}  variant")
+        for case, times in self.times.items():
+            if found := {name: float(np.median(us)) for name, us in times.items()}:
+                best = min(found, key=lambda name: found[name])
+                must, goal = CASES[case][2:] if case in CASES else ("", "")
+                print(f"{case:<16}{next(iter(found.values())):10.1f}{found[best]:10.1f}{must!s:>8}{goal!s:>8}  {best}", flush=True)
 
-    def note(self, case: str, variant: Variant) -> None:
+    def note(self, case: str, config: Config) -> None:
         """Where a block's time goes, in the last of a graph's launches."""
-        bench, config = self.benches[case], stamped(case, variant)
-        layers = self.started(case, replace(variant, config=config))
+        bench, noted = self.benches[case], stamped(case, config)
+        layers = self.started(case, noted)
         bench.time_us(layers, 0.0, bench.case.calls)
-        print(f"{case} {variant}: us since a block was entered, median and latest; of two tiles since the first was begun", flush=True)
-        print("\n".join(timeline(layers[0].function, config.rows, self.clock_hz)), flush=True)
+        print(
+            f"{case} {describe(config)}: us since entry, median and latest; of two tiles since the first was begun",
+            flush=True,
+        )
+        print("\n".join(timeline(layers[0].function, noted.rows, self.clock_hz)), flush=True)
 
 
-def jobs(cases: list[str]) -> list[tuple[str, str, Variant]]:
+def jobs(cases: list[str]) -> list[tuple[str, str, Config]]:
     """("time" or "note", case, variant) in the order in which a run does them: a round goes over all cases before the next begins."""
-    found = []
-    for round in range(ROUNDS):
-        found += [("time", case, variant) for case in cases for variant in variants(case) if variant.round == round]
-        if round == 0:
-            found += [("note", case, variant) for case in cases for variant in watched(case)]
-    return found
+    every = [(case, config) for case in cases for config in variants(case, parse_case(case).dims)]
+    rounds = [("time", *both) for _ in range(ROUNDS) for both in every]
+    return [*rounds, *(("note", *both) for both in every)]
 
 
 def measure_variants(options: argparse.Namespace) -> None:
     """All jobs from `options.first` on; `options.seconds` after the start none is begun. A fault that takes the context with it costs
     its own job alone: the program starts anew behind it."""
     begin = time.perf_counter()
-    cases = [*options.cases.split(","), *(REASONS if options.cases == ",".join(CASES) else ())]
+    cases = options.cases.split(",")
     todo = jobs(cases)
-    configs = ((stamped(case, v) if what == "note" else v.config, parse_case(case).heads) for what, case, v in todo)
+    configs = ((stamped(case, config) if what == "note" else config, parse_case(case).heads) for what, case, config in todo)
     builds = Builds(configs, "sm_90a")
     if options.build:
         builds.wait_all()
         print(f"{len(builds.begun)} builds in {time.perf_counter() - begin:.1f} s", flush=True)
         return
     run = SideBySide(options, cases, builds)
-    for i, (what, case, variant) in enumerate(todo):
+    for i, (what, case, config) in enumerate(todo):
         left = options.seconds - (time.perf_counter() - begin)
         if left < 0:
-            print(f"{options.seconds:.0f} s are over before job {i}: {what} {case} {variant}; --first {i} goes on")
+            print(f"{options.seconds:.0f} s are over before job {i}: {what} {case} {describe(config)}; --first {i} goes on")
             break
         if i < options.first:
             continue
         try:
-            (run.time if what == "time" else run.note)(case, variant)
+            (run.time if what == "time" else run.note)(case, config)
         except Exception as fault:  # of whatever type CuPy or the driver raises when a kernel traps
-            print(f"{case:<16}{variant!s:<84} FAILED, {type(fault).__name__}: {fault}", flush=True)
+            print(f"{case:<16}{describe(config):<64} FAILED, {type(fault).__name__}: {fault}", flush=True)
             run.summary()
             builds.close()
             restart(i + 1, left)

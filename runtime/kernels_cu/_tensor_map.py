@@ -21,9 +21,9 @@ def blank_maps() -> Iterator[None]:
         _BLANK.reset(token)
 
 
-def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, promotion: int = 3) -> Any:
+def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> Any:
     """A [rows, columns] bf16 matrix whose rows start `row_bytes` apart, in boxes of box_rows x 64 columns: 128-byte swizzle,
-    zero out of bounds; what L2 lacks comes 128 (promotion 2) or 256 bytes (3) at a time. The value is a kernel's argument. Raises
+    zero out of bounds; what L2 lacks comes 256 bytes at a time. The value is a kernel's argument. Raises
     ValueError where the driver refuses."""
     if _BLANK.get():
         return (ctypes.c_char * 128)()
@@ -33,7 +33,7 @@ def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: 
     encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(row_bytes)
     box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
-    bf16, swizzle_128 = 9, 3
+    bf16, swizzle_128, promotion = 9, 3, 3
     status = encode(target, bf16, 2, ctypes.c_void_p(address), sizes, strides, box, steps, 0, swizzle_128, promotion, 0)
     if status:
         raise ValueError(

@@ -44,10 +44,10 @@ def tree_mla(
         dims = replace(dims, B=dims.M)
     early = r.paths is None  # else a layer's keys are copied into private pages ahead of it
     if r.invariant:
-        config = r.choose(("tree_mla", dims.heads, dims.page_size), lambda: served(_invariant_config(r, dims), early))
+        config = r.choose(("tree_mla", dims.heads, dims.page_size), lambda: served(_invariant_config(r, dims), dims, early))
         config.check(dims, r.device.arch)
     else:
-        config = r.choose(("tree_mla", dims), lambda: served(_config(r, dims), early))
+        config = r.choose(("tree_mla", dims), lambda: served(_config(r, dims), dims, early))
     functions = r.device.functions(config.source, config.defines(dims.heads), family.entries(config))
     family.check_resident(config, r.device.resident(functions["tree_mla"], config.threads, config.smem_bytes()))
     blocks = r.device.sms

@@ -35,10 +35,10 @@ static_assert(HEADS >= 1 && HEADS <= 128, "heads on this rank");
 static_assert(OCTETS >= 1 && OCTETS <= 9, "columns in eights");
 static_assert(AHEAD >= 0 && AHEAD <= 9, "boxes whose scores are taken before the values of the tile before");
 static_assert(SLOTS >= 9 && SLOTS >= 8 + AHEAD && SLOTS <= 27, "a tile is 9 boxes; AHEAD of them lie beside the values of the tile before");
-static_assert(!AS_THEY_LAND || !AHEAD || SLOTS >= 17, "any box of the next tile may be asked for beside the values of this one");
 static_assert(PRODUCERS == 1 || PRODUCERS == 2 || PRODUCERS == 4, "warps that fill the ring");
 static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes");
 
+constexpr int kWaited = 3;  // boxes waited for before the first is multiplied: no branch in between, 14 clocks a product and 80 a box
 constexpr int kOctets = OCTETS, kAdders = (kN + 31) / 32;  // warps
 constexpr int kThreads = USE_WGMMA ? 384 : 256 + 32 * (PRODUCERS + kAdders), kHearers = 256 + 32 * kAdders;
 constexpr int kMax = (kMoved + 8 + 15) / 16 * 16;
@@ -81,42 +81,24 @@ __device__ __forceinline__ void fill_ring(const Params& p, smem_t base, int coun
 #endif
 
 // ---------------------------------------------------------------- the products
-// A tile's boxes in the order of their scores. As they land: a box's place was that of the box SLOTS before it, and places are given
-// back rope first, then by turns of both groups.
-__device__ __forceinline__ constexpr int in_turn(int i) {
-  return P_IN_ROPE ? (i < 8 ? 1 + i / 2 + i % 2 * 4 : 0) : AS_THEY_LAND ? ((i ? 1 + (i - 1) / 2 + (i - 1) % 2 * 4 : 0) + SLOTS) % kBoxes : i;
-}
 // s = the tile's keys (16 of them a warp) times the queries, boxes FROM to TO of that order.
 template <int FROM, int TO>
 __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const Cursor& at, int w, int lane) {
   const smem_t full = base + kTailAt + kFull, q = base + kQAt;
-#if STRAIGHT
+#if USE_WGMMA
   const uint64_t a = box_operand(base, 16, 1024), b = box_operand(q, 16, 1024);
   wgmma_fence();
 #pragma unroll
   for (int i = FROM; i < TO; ++i) {
-    if ((i - FROM) % STRAIGHT == 0)
+    if ((i - FROM) % kWaited == 0)
 #pragma unroll
-      for (int n = i; n < i + STRAIGHT && n < TO; ++n) {
-        const Cursor c = at.plus(in_turn(n));
+      for (int n = i; n < i + kWaited && n < TO; ++n) {
+        const Cursor c = at.plus(n);
         bar_wait(full + 8 * c.slot, c.phase);
       }
-    const int x = in_turn(i), slot = at.plus(x).slot;
+    const int slot = at.plus(i).slot;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, operand_plus(a, place_at(slot) + 32 * k), operand_plus(b, x * kQBox + 32 * k), (i | k) != 0);
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-#elif USE_WGMMA
-  wgmma_fence();
-#pragma unroll
-  for (int i = FROM; i < TO; ++i) {
-    const int x = in_turn(i);
-    const Cursor c = at.plus(x);
-    bar_wait(full + 8 * c.slot, c.phase);
-    const uint64_t a = box_operand(base + place_at(c.slot), 16, 1024), b = box_operand(q + x * kQBox, 16, 1024);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, a + 2 * k, b + 2 * k, (i | k) != 0);
+    for (int k = 0; k < 4; ++k) wgmma_boxes<kOctets, 0>(s, operand_plus(a, slot * kBox + 32 * k), operand_plus(b, i * kQBox + 32 * k), (i | k) != 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -126,8 +108,7 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
     for (int b = 0; b < kOctets; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
   const int key = w * 16 + (lane & 15);
 #pragma unroll 1
-  for (int i = FROM; i < TO; ++i) {
-    const int x = in_turn(i);
+  for (int x = FROM; x < TO; ++x) {
     const Cursor c = at.plus(x);
     bar_wait(full + 8 * c.slot, c.phase);
     const smem_t box = base + c.slot * kBox;
@@ -151,29 +132,17 @@ __device__ __forceinline__ void score(float (&s)[kOctets][4], smem_t base, const
 // o += the tile's values (this group's four boxes, 16 rows of O of each a warp) times the weights in P. Boxes are given back one by
 // one: where products bind, the ring holds two tiles and nothing more, and the next tile's copies start that much earlier.
 __device__ __forceinline__ void mix(float (&o)[4][kOctets][4], smem_t base, const Cursor& at, int group, int w, int lane) {
-  const smem_t weights = base + weights_at(at.slot);
+  const smem_t weights = base + kPAt;
 #if USE_WGMMA
   wgmma_fence();
-#if STRAIGHT                                               // its boxes have been waited for
-  const uint64_t a = box_operand(base, kBox, 1024), b = box_operand(weights, 16, 1024);
+  const uint64_t a = box_operand(base, kBox, 1024), b = box_operand(weights, 16, 1024);  // its boxes have been waited for
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const int slot = at.plus(1 + group * 4 + k).slot;
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], operand_plus(a, place_at(slot) + 2048 * kk), operand_plus(b, 32 * kk), 1);
+    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], operand_plus(a, slot * kBox + 2048 * kk), operand_plus(b, 32 * kk), 1);
     wgmma_commit();
   }
-#else
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const Cursor c = at.plus(1 + group * 4 + k);
-    bar_wait(base + kTailAt + kFull + 8 * c.slot, c.phase);  // long complete; orders this group behind the copy
-    const uint64_t a = box_operand(base + place_at(c.slot), kBox, 1024), b = box_operand(weights, 16, 1024);
-#pragma unroll
-    for (int kk = 0; kk < 4; ++kk) wgmma_boxes<kOctets, 1>(o[k], a + 128 * kk, b + 2 * kk, 1);
-    wgmma_commit();
-  }
-#endif
   auto give_back = [&](int k) {
     warp_arrive(base + kTailAt + kEmpty + 8 * at.plus(1 + group * 4 + k).slot, lane);
   };
@@ -300,7 +269,7 @@ struct Walker {
 
   // Moves the maxima of columns whose scores passed them; scratch is P.
   __device__ __forceinline__ void move_maxima() {
-    const smem_t scratch = base + weights_at(tile & 1);
+    const smem_t scratch = base + kPAt;
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
       float x = fmaxf(s[b][0], s[b][2]), y = fmaxf(s[b][1], s[b][3]);
@@ -334,66 +303,44 @@ struct Walker {
   }
 
   // This tile's scores to weights in P; tells everybody.
-#if HOLD_MAXIMA
   __device__ __forceinline__ void soften() {
-    float2 high[kOctets];
+    // A load behind the last octet's store is 100 clocks each, so maxima are held where there are registers for them.
+    float2 held[kOctets];
+    auto load = [&](int b) { return lds_f32x2(maximum(which, 8 * b + 2 * q)); };
+    auto high = [&](int b) { return USE_WGMMA ? held[b] : load(b); };
     float most = hidden();                                 // of what a score exceeds its maximum by
 #pragma unroll
-    for (int b = 0; b < kOctets; ++b) high[b] = lds_f32x2(maximum(which, 8 * b + 2 * q));
+    for (int b = 0; b < kOctets; ++b) held[b] = load(b);
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
-      most = fmaxf(most, fmaf(fmaxf(s[b][0], s[b][2]), scale, -high[b].x));
-      most = fmaxf(most, fmaf(fmaxf(s[b][1], s[b][3]), scale, -high[b].y));
+      most = fmaxf(most, fmaf(fmaxf(s[b][0], s[b][2]), scale, -held[b].x));
+      most = fmaxf(most, fmaf(fmaxf(s[b][1], s[b][3]), scale, -held[b].y));
     }
     const bool moved = named_any(1 + group, 128, most > kSlack);
     if (tile) bar_wait(tail(kTaken), (tile - 1) & 1);      // everybody has read the last tile's P
     if (moved) {
       move_maxima();
 #pragma unroll
-      for (int b = 0; b < kOctets; ++b) high[b] = lds_f32x2(maximum(which, 8 * b + 2 * q));
+      for (int b = 0; b < kOctets; ++b) held[b] = load(b);
     }
     if (w == 0 && lane == 0) sts32(tail(kMoved) + 4 * (tile & 1), moved);
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
-      const float p0 = exp2_fast(fmaf(s[b][0], scale, -high[b].x)), p1 = exp2_fast(fmaf(s[b][1], scale, -high[b].y));
-      const float p2 = exp2_fast(fmaf(s[b][2], scale, -high[b].x)), p3 = exp2_fast(fmaf(s[b][3], scale, -high[b].y));
-      put_weights(base + weights_at(tile & 1), b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
-    }
-    fence_async_shared();
-    __syncwarp();
-    warp_arrive(tail(kReady), lane);
-  }
-#else
-  __device__ __forceinline__ void soften() {
-    bool passed = false;
-#pragma unroll
-    for (int b = 0; b < kOctets; ++b) {
-      const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
-      passed |= fmaxf(s[b][0], s[b][2]) * scale > m.x + kSlack;
-      passed |= fmaxf(s[b][1], s[b][3]) * scale > m.y + kSlack;
-    }
-    const bool moved = named_any(1 + group, 128, passed);
-    if (tile) bar_wait(tail(kTaken), (tile - 1) & 1);      // everybody has read the last tile's P
-    if (moved) move_maxima();
-    if (w == 0 && lane == 0) sts32(tail(kMoved) + 4 * (tile & 1), moved);
-#pragma unroll
-    for (int b = 0; b < kOctets; ++b) {
-      const float2 m = lds_f32x2(maximum(which, 8 * b + 2 * q));
+      const float2 m = high(b);
       const float p0 = exp2_fast(fmaf(s[b][0], scale, -m.x)), p1 = exp2_fast(fmaf(s[b][1], scale, -m.y));
       const float p2 = exp2_fast(fmaf(s[b][2], scale, -m.x)), p3 = exp2_fast(fmaf(s[b][3], scale, -m.y));
-      put_weights(base + weights_at(tile & 1), b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
+      put_weights(base + kPAt, b, w, lane, pack_bf16(p0, p1), pack_bf16(p2, p3));
     }
     fence_async_shared();
     __syncwarp();
     warp_arrive(tail(kReady), lane);
   }
-#endif
 
   // If the maxima moved, what was summed under the old ones shrinks.
   __device__ __forceinline__ void follow_maxima(bool owner, bool first) {
     if (!(int)lds_u32(tail(kMoved) + 4 * (tile & 1))) return;
     if (!owner) which ^= 1;
-    if (HOLD_MAXIMA && first) return;                      // nothing is summed yet
+    if (first) return;                                     // nothing is summed yet
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
       const float2 old = lds_f32x2(maximum(which ^ 1, 8 * b + 2 * q)), now = lds_f32x2(maximum(which, 8 * b + 2 * q));
@@ -440,16 +387,16 @@ struct Walker {
       const bool detailed = notes && (unsigned)(j - STAMPS) < 2;
       stamp(detail, detailed);
       if (owner) {
-        if (!P_IN_ROPE) warp_arrive(tail(kEmpty) + 8 * at.slot, lane);  // the rope box
+        warp_arrive(tail(kEmpty) + 8 * at.slot, lane);     // the rope box
         if (own < kTile) mask(it, -own);
         soften();
       } else if (AHEAD && next) {
         score_tile<0, AHEAD>(then, j + 3 >= tiles);
       }
       stamp(detail + 1, detailed);
-#if STRAIGHT
+#if USE_WGMMA
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < 4; ++k) {                        // before the weights are there
         const Cursor c = at.plus(1 + group * 4 + k);
         bar_wait(tail(kFull) + 8 * c.slot, c.phase);
       }
@@ -462,7 +409,6 @@ struct Walker {
       stamp(detail + 3, detailed);
       __syncwarp();
       warp_arrive(tail(kTaken), lane);
-      if (P_IN_ROPE) warp_arrive(tail(kEmpty) + 8 * at.slot, lane);
       if constexpr (AHEAD < kBoxes)
         if (next) score_tile<AHEAD, kBoxes>(then, j + 3 >= tiles);
       at = then;
@@ -496,7 +442,7 @@ struct Walker {
     const int first = it.first, columns = it.columns;
 #pragma unroll
     for (int b = 0; b < kOctets; ++b) {
-      const float2 f = lds_f32x2(base + weights_at(1) + (8 * b + 2 * q) * 4);
+      const float2 f = lds_f32x2(base + kPAt + (8 * b + 2 * q) * 4);
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         put_output(p, first, columns, b, group * 256 + k * 64 + w * 16 + g, float4{o[k][b][0] * f.x, o[k][b][1] * f.y, o[k][b][2] * f.x, o[k][b][3] * f.y}, lane);
@@ -517,7 +463,7 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
     float sum = 0.f;
     for (int j = 0; j < tiles; ++j, ++tile) {
       bar_wait(tail + kReady, tile & 1);
-      const smem_t row = row0 + weights_at(tile & 1);
+      const smem_t row = row0 + kPAt;
       const bool moved = lds_u32(tail + kMoved + 4 * (tile & 1));
       which ^= moved;
       if (c < kN) {
@@ -530,14 +476,13 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
       }
       __syncwarp();
       warp_arrive(tail + kTaken, lane);
-      if (P_IN_ROPE) warp_arrive(tail + kEmpty + 8 * kBoxes * (tile & 1), lane);
     }
     named_barrier(3, kHearers);
     if (c < kN) {
       const Item& it = p.items[i];
       const float high = lds_f32(tail + kMax + (which * kN + c) * 4);
       if (it.splits > 1) reinterpret_cast<float2*>(p.stats)[((size_t)it.slot + (size_t)it.split * it.stride) * kN + c] = pair(high, sum);
-      sts_f32(base + weights_at(1) + c * 4, 1.f / sum);
+      sts_f32(base + kPAt + c * 4, 1.f / sum);
       sts_f32(tail + kMax + c * 4, kNever);
     }
     named_barrier(3, kHearers);
@@ -554,18 +499,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
-#if BRISK_COPIER
-  if (threadIdx.x >= 32 && threadIdx.x < 32 + SLOTS) {
-    const int i = threadIdx.x - 32;
-    bar_init(tail + kFull + 8 * i, 1);
-    bar_init(tail + kEmpty + 8 * i, (P_IN_ROPE && i % kBoxes == 0 ? 8 + kAdders : 4) * kLaneArrivals);
-    bar_init_fence();
-  }
-#endif
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS && !BRISK_COPIER; ++i) {
+    for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
-      bar_init(tail + kEmpty + 8 * i, (P_IN_ROPE && i % kBoxes == 0 ? 8 + kAdders : 4) * kLaneArrivals);
+      bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
     }
     bar_init(tail + kReady, 4 * kLaneArrivals);
     bar_init(tail + kTaken, (8 + kAdders) * kLaneArrivals);
@@ -596,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const int count = *p.count;
 #endif
   if (warp >= 8) {
-    fewer_registers<USE_WGMMA && !FEW_REGISTERS>();
+    fewer_registers<USE_WGMMA && !MERGE_LATER>();
 #if USE_WGMMA
     if (warp == 8) fill_ring(p, keys, queries, base, count);
 #else
@@ -605,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
     if (warp >= kThreads / 32 - kAdders) add_weights(p, base, count);
     return;
   }
-  more_registers<USE_WGMMA && !FEW_REGISTERS>();
+  more_registers<USE_WGMMA && !MERGE_LATER>();
   {
     Walker walker{p, base, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0, scale};
     Cursor at{0, 0};
@@ -618,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
       walker.finish(it, warp);
     }
   }
-#if USE_WGMMA && !FEW_REGISTERS
+#if USE_WGMMA && !MERGE_LATER
   lower_registers<168>();                                  // or ptxas gives up the 232 above: 9.6 KB of spills
 #endif
   for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe

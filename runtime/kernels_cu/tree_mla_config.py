@@ -17,27 +17,21 @@ MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a":
 MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
 L2_SHARE = 1.36  # L2's rate over the read rate: FlashMLA's 746 TFLOP/s on one H200 take 6.2 TB/s out of L2, memory gives 4.54
 ROOM_WAVES = 4  # partials a block has room for
-TRIALS = (
-    "EARLY_KEYS",
-    "MERGE_LATER",
-    "BRISK_COPIER",
-    "FEW_REGISTERS",
-    "P_IN_ROPE",
-    "NEXT_IN_L2",
-    "AS_THEY_LAND",
-    "HOLD_MAXIMA",
-    "STRAIGHT",
-    "SOFTEN_FIRST",
-    "OWN_FIRST",
-    "SEE_EARLY",
-    "KEYS_STAY",
-    "STAMPS",
-)  # prim/mla_trials.cuh
+TRIALS = ("EARLY_KEYS", "MERGE_LATER", "SOFTEN_FIRST", "STAMPS")  # prim/mla_trials.cuh
 
-
-# What builds for wgmma are served with beyond the choice of `candidates`: fields of `Config`, by kind. Empty until trials are measured.
-SERVED: dict[str, dict[str, Any]] = {"narrow": {}, "wide": {}, "rows": {}}
-NARROW_OCTETS = 4  # where launch, look-ups and the merge are most of the time at short contexts
+# What builds for wgmma are served with beyond the choice of `candidates`: fields of `Config`, by kind. Readings of one H200, us, without
+# and with (heads x streams x nodes x ctx). A merge of its own gains where launch, look-ups and merge are most of the time: 12.9 -> 11.7 at
+# 8 x 1 x 9 x 4k; it costs 11 % at 72 columns, 3 to 6 % with rows. Early keys: 30.6 -> 28.5 at 8 x 10 x 9 x 4k, 66.4 -> 64.3 and
+# 105.2 -> 103.2 with 32 and 64 heads. Nothing ahead: 235.9 -> 228.0 at 8 x 10 x 9 x 64k. The softmax first: 4,376 -> 4,267 at
+# 64 x 10 x 33 x 64k, but +0.4 to 1.4 % with fewer rows.
+SERVED: dict[str, dict[str, Any]] = {
+    "narrow": {"trials": (("EARLY_KEYS", 1), ("MERGE_LATER", 1))},
+    "wide": {"ahead": 0, "trials": (("EARLY_KEYS", 1),)},
+    "rows": {"trials": (("EARLY_KEYS", 1),)},
+    "many rows": {"trials": (("SOFTEN_FIRST", 1),)},
+}
+NARROW_OCTETS, MANY_ROWS = 4, 1024  # at most; (node, head) pairs of a sequence, at least
+MERGE_BYTES = 8192  # that an SM's shared memory keeps for a block of the merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +110,7 @@ class Config:
         return 384 if self.wgmma else 256 + 32 * (self.producers + -(-self.columns // 32))
 
     def smem_bytes(self) -> int:
-        weights = TAIL_BYTES if dict(self.trials).get("P_IN_ROPE") else self.columns * 128
-        return self.slots * BOX_BYTES + BOXES * self.columns * 128 + weights + TAIL_BYTES * (2 if self.rows else 1)
+        return self.slots * BOX_BYTES + (BOXES + 1) * self.columns * 128 + TAIL_BYTES * (2 if self.rows else 1)
 
     def check(self, dims: Dims, arch: str = "sm_90a") -> None:
         """Raises ValueError with the broken rule."""
@@ -130,10 +123,8 @@ class Config:
             raise ValueError(f"{self}: {', '.join(unknown)} is no trial; there are {', '.join(TRIALS)}")
         if self.trials and not self.wgmma:
             raise ValueError(f"{self}: trials are of the kernels with wgmma")
-        if dict(self.trials).get("P_IN_ROPE") and (self.rows or self.slots != 2 * BOXES):
-            raise ValueError(f"{self}: {self.slots} slots; weights lie in the place of rope in a ring of {2 * BOXES}, queries as columns")
-        if dict(self.trials).get("AS_THEY_LAND") and self.ahead and self.slots < 8 + BOXES:
-            raise ValueError(f"{self}: {self.slots} slots; {8 + BOXES} or more where any box may be scored ahead")
+        if dict(self.trials).get("MERGE_LATER") and (self.rows or self.octets > NARROW_OCTETS):
+            raise ValueError(f"{self}: a merge of its own is for up to {NARROW_OCTETS} octets of columns")
         if not 0 <= self.ahead <= BOXES:
             raise ValueError(f"{self}: {self.ahead} boxes ahead; a tile has {BOXES}")
         if not max(BOXES, 8 + self.ahead) <= self.slots <= 27:
@@ -144,8 +135,8 @@ class Config:
             raise ValueError(f"{self}: wgmma needs sm_90a (not {arch}) and one producer")
         if not self.wgmma and (self.producers not in (1, 2, 4) or self.octets > 4):
             raise ValueError(f"{self}: mma.sync takes 1, 2 or 4 producers and up to 4 octets (registers)")
-        if not self.wgmma and arch == "sm_100a" and (self.octets, self.ahead) == (4, 0):
-            raise ValueError(f"{self}: 64 bytes of spills on {arch}; build with boxes ahead")
+        if not self.wgmma and arch == "sm_100a" and self.octets == 4:
+            raise ValueError(f"{self}: 64 bytes of spills on {arch}; build with 3 octets")
         if self.wgmma and gcd(dims.page_size, TILE) < 16:
             raise ValueError(f"{self}: tensor copies need page_size = {dims.page_size} to be a multiple of 16; build without wgmma")
         if self.octets == 9 and dims.heads % 8:  # columns of an octet belong to several nodes: 10 to 36 bytes of spills
@@ -182,12 +173,21 @@ def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None,
     return exact if predict_us(dims, exact, machine) < 1.015 * predict_us(dims, best, machine) else best
 
 
-def served(config: Config, early: bool = True) -> Config:
-    """`config` as it is launched in a step. early: keys may be read before the kernel ahead has ended: nothing writes them in this step."""
+def served(config: Config, dims: Dims, early: bool = True) -> Config:
+    """`config` as it is launched in a step. early: keys may be read before the kernel ahead has ended: nothing writes them in this step.
+
+    With `chunk` given nothing is merged later: that merge's order follows the number of splits, which rows in company change.
+    """
     if not config.wgmma:
         return config
-    made = replace(config, **SERVED["rows" if config.rows else "narrow" if config.octets <= NARROW_OCTETS else "wide"])
-    return made if early else replace(made, trials=tuple(pair for pair in made.trials if pair[0] != "EARLY_KEYS"))
+    rows = "many rows" if dims.M * dims.heads >= MANY_ROWS * dims.B else "rows"
+    made = replace(config, **SERVED[rows if config.rows else "narrow" if config.octets <= NARROW_OCTETS else "wide"])
+    without = [name for name, off in (("EARLY_KEYS", not early), ("MERGE_LATER", bool(config.chunk))) if off]
+    made = replace(made, trials=tuple(pair for pair in made.trials if pair[0] not in without))
+    if dict(made.trials).get("MERGE_LATER"):  # room for the merge of the layer before
+        spare = MAX_SMEM_BYTES["sm_90a"] - MERGE_BYTES - replace(made, slots=0).smem_bytes()
+        made = replace(made, slots=min(made.slots, spare // BOX_BYTES))
+    return made
 
 
 # ---------------------------------------------------------------- what this implementation pays
@@ -250,7 +250,7 @@ def work(dims: Dims, config: Config, blocks: int = 132) -> Work:
     waves = -(-items // blocks)
     each = waves * min(chunk, key_tiles)
     length = 0 if config.chunk else part_length(tiles, dims.B, key_tiles, blocks)
-    if length and length + ITEM_OVERHEAD < waves * (chunk + ITEM_OVERHEAD):
+    if length and 32 * (length + ITEM_OVERHEAD) < 31 * waves * (chunk + ITEM_OVERHEAD):
         parts = -(-dims.B * (key_tiles + ITEM_OVERHEAD) // length)
         items = tiles * (parts + dims.B - 1)
         splits, waves, each = -(-items // (tiles * dims.B)), -(-items // (tiles * parts)), length

@@ -79,7 +79,7 @@ struct Walker {
   }
   // o += P times this group's values, half by half; OWN: P from registers. Under way when it returns, in two groups.
   template <int GROUP, bool OWN> __device__ __forceinline__ void mix(const Cursor& at) {
-    if (!OWN && !SEE_EARLY) see_values<GROUP>(at);
+    if (!OWN && !SOFTEN_FIRST) see_values<GROUP>(at);
     const uint64_t a = box_operand(base + kPAt, 16, 1024), b = box_operand(base + (at.slot + 1 + 4 * GROUP) * kBox, kBox, 1024);
     wgmma_fence();
     mix_half<0, OWN>(a, b);
@@ -191,15 +191,6 @@ struct Walker {
     }
 #endif
     behind();
-#if OWN_FIRST
-    rescale(before0, before1);
-    if (own < kTile) {
-      named_barrier(1 + GROUP, 128);                       // all of this group have their scores
-      scrub(base, at, GROUP, own);
-    }
-    mix<GROUP, true>(at);
-    publish<GROUP>();
-#else
     publish<GROUP>();
     rescale(before0, before1);
     if (own < kTile) {
@@ -207,12 +198,11 @@ struct Walker {
       scrub(base, at, GROUP, own);
     }
     mix<GROUP, true>(at);
-#endif
     ++walked[GROUP];
   }
   // A tile of the other group.
   template <int GROUP> __device__ __forceinline__ void others_tile(const Cursor& at, int own) {
-    if (SEE_EARLY && GROUP == 0) see_values<0>(at);        // while it waits for P
+    if (SOFTEN_FIRST && GROUP == 0) see_values<0>(at);        // while it waits for P
     wait_weights<1 - GROUP>();
     follow<1 - GROUP>();
     if (own < kTile) scrub(base, at, GROUP, own);
@@ -266,11 +256,11 @@ struct Walker {
       stamp(24, detailed);
       if (j + 1 < tiles) {
         score<0, kBoxes>(odd);
-        if (SEE_EARLY) see_values<1>(at);                  // while they are multiplied
+        if (SOFTEN_FIRST) see_values<1>(at);                  // while they are multiplied
         wgmma_wait<0>();
         stamp(25, detailed);
         if (j + 3 >= tiles) release_queries();
-      } else if (SEE_EARLY) {
+      } else if (SOFTEN_FIRST) {
         see_values<1>(at);
       }
       others_tile<1>(at, own);
@@ -325,7 +315,7 @@ struct Walker {
     }
     named_barrier(3, 256);
     stamp(6, threadIdx.x == 0);
-    if (!MERGE_LATER && it.splits > 1 && threadIdx.x == 0) {  // for all: the barrier is behind their stores
+    if (it.splits > 1 && threadIdx.x == 0) {  // for all: the barrier is behind their stores
       __threadfence();
       add_release(p.arrived + it.counter, 1);
     }
@@ -354,16 +344,8 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
-#if BRISK_COPIER
-  if (threadIdx.x >= 32 && threadIdx.x < 32 + SLOTS) {
-    const int i = threadIdx.x - 32;
-    bar_init(tail + kFull + 8 * i, 1);
-    bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
-    bar_init_fence();
-  }
-#endif
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS && !BRISK_COPIER; ++i) {
+    for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
       bar_init(tail + kEmpty + 8 * i, 4 * kLaneArrivals);
     }
@@ -380,7 +362,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
 #if EARLY_KEYS
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   prefetch_near(p.items + blockIdx.x);
-  if (warp < 8 || warp > 8 + BRISK_COPIER) {               // a copier waits itself, behind its first keys
+  if (warp != 8) {                                         // the copier waits itself, behind its first keys
     pdl_wait();
     pdl_trigger();
   }
@@ -393,12 +375,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
 #endif
   if (warp >= 8) {
     lower_registers<kCopierRegisters>();
-#if BRISK_COPIER                                           // one for rope and group 0's values, one for group 1's
-    if (warp == 8) fill_ring(p, keys, queries, base, count, 0, 5);
-    if (warp == 9) fill_ring(p, keys, queries, base, count, 5, 4);
-#else
     if (warp == 8) fill_ring(p, keys, queries, base, count);
-#endif
     return;
   }
   raise_registers<kProductRegisters>();
@@ -408,11 +385,9 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     else walker.work<1>(count);
   }
   lower_registers<168>();
-  for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe
     const Item it = p.items[i];
     if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
   }
   stamp(11, threadIdx.x == 0);
 }
-
-#include "prim/mla_merge.cuh"

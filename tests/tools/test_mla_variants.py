@@ -6,37 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.kernels_cu.tree_mla_config import TRIALS, default_config
+from runtime.kernels_cu.tree_mla_config import Config, default_config, served
 from tools import mla_side_by_side
 from tools.bench_mla import CASES, main, parse_case
-from tools.mla_variants import REASONS, ROUNDS, describe, trying, variants
-
-
-@pytest.mark.parametrize("case", [*CASES, *REASONS])
-def test_variants_are_legal_and_named_apart(case):
-    found = variants(case)
-    for variant in found:
-        variant.config.check(parse_case(case).dims)
-    assert len({str(variant) for variant in found}) == len(found)
-    assert [variant.round for variant in found] == sorted(variant.round for variant in found)
+from tools.mla_variants import ROUNDS, describe, trying, variants
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_is_what_is_served(case):
-    """Partials aside: float32 or bf16 is a matter of one percent."""
-    first = variants(case)[0]
-    assert first.round == 0 and not first.config.trials
-    assert replace(first.config, float_parts=True) == replace(default_config(parse_case(case).dims), float_parts=True)
-
-
-def test_every_trial_is_tried():
-    tried = {name for case in CASES for variant in variants(case) for name, _ in variant.config.trials}
-    assert tried == set(TRIALS) - {"STAMPS"}
+def test_variants_are_legal_and_named_apart(case):
+    dims = parse_case(case).dims
+    found = variants(case, dims)
+    for config in found:
+        config.check(dims)
+    assert len({describe(config) for config in found}) == len(found)
+    assert replace(found[0], float_parts=True) == replace(served(default_config(dims), dims), float_parts=True)
 
 
 def test_a_name_tells_trials_and_values():
-    config = trying(variants("8x10x9x4096")[0].config, {"HOLD_MAXIMA": 1, "NEXT_IN_L2": 2}, ahead=3)
-    assert describe(config) == "wgmma n72 s17 a3 b16 hold_maxima next_in_l2=2"
+    config = trying(served(Config(9, 17), parse_case("8x10x9x4096").dims), {"STAMPS": 2}, ahead=3, float_parts=False)
+    assert describe(config) == "wgmma n72 s17 a3 b16 early_keys stamps=2"
 
 
 @pytest.fixture
@@ -50,7 +38,7 @@ def dry(monkeypatch):
 
         def time(self, case, variant):
             now[0] += 1.0
-            done.append((case, str(variant)))
+            done.append((case, describe(variant)))
 
         def note(self, case, variant):
             done.append(("noted", case))
@@ -74,13 +62,12 @@ def dry(monkeypatch):
     return done
 
 
-def test_a_run_times_every_variant_once(dry):
+def test_a_run_times_every_variant_once_a_round(dry):
     main(["--variants", "--seconds", "1000"])
-    timed = [line for line in dry if line[0] in {*CASES, *REASONS}]
-    assert len(timed) == len(set(timed)) == sum(len(variants(case)) for case in [*CASES, *REASONS])
+    timed = [line for line in dry if line[0] in CASES]
+    every = [(case, describe(config)) for case in CASES for config in variants(case, parse_case(case).dims)]
+    assert timed == ROUNDS * every
     assert {case for kind, case in dry if kind == "noted"} == set(CASES)
-    first = [case for case, _ in timed[:20]]
-    assert first == sorted(first, key=list(CASES).index)  # a round goes over all cases before the next begins
     assert dry[-2:] == [("summary", ""), ("closed", "")]
 
 
@@ -96,7 +83,7 @@ def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
     def fails(self, case, variant):
         if len(dry) == 3:
             raise RuntimeError("a kernel trapped")
-        dry.append((case, str(variant)))
+        dry.append((case, describe(variant)))
 
     def executed(path, words):
         dry.append(("again", words[-4:]))
@@ -114,4 +101,3 @@ def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
 def test_building_times_nothing(dry):
     main(["--variants", "--build", "--cases", "8x10x1x4096"])
     assert [kind for kind, _ in dry] == ["builds"]
-    assert {variant.round for case in CASES for variant in variants(case)} == set(range(ROUNDS))

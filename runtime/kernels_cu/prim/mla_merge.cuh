@@ -6,7 +6,7 @@
 #if MERGE_LATER
 constexpr int kMergers = 4, kAtOnce = 4;  // blocks an item, as many as an SM holds: the kernel behind may start; parts that a warp asks for at once
 
-// Of a lane's two columns (one, twice, where units are pieces of rows): maxima, sums of weights, and what the weights were multiplied with.
+// Of a lane's two columns: maxima, sums of weights, and what the weights were multiplied with.
 struct Sum {
   float4 o;
   float high[2], weights[2];
@@ -37,12 +37,7 @@ __device__ __forceinline__ float4 load_part(const Params& p, size_t slot, int un
 }
 // Maximum and sum of the lane's columns.
 __device__ __forceinline__ float4 load_stats(const Params& p, size_t slot, int unit, int lane) {
-#ifdef OCTETS
   const uint4 v = ldg128_cg(p.stats + (slot * kN + unit / 32 * 8 + 2 * (lane & 3)) * 2);
-#else
-  const uint2 x = ldg64_cg(p.stats + (slot * kN + unit / 4) * 2);
-  const uint4 v{x.x, x.y, x.x, x.y};
-#endif
   return float4{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 

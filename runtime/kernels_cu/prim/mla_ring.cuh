@@ -7,30 +7,10 @@
 
 [[maybe_unused]] constexpr int kBox = 8192, kBoxes = 9, kQBox = kN * 128;
 // Ring, Q, P, then the tail: barriers and what a kernel keeps besides.
-[[maybe_unused]] constexpr int kQAt = SLOTS * kBox + 1024 * P_IN_ROPE, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox * !P_IN_ROPE;
+[[maybe_unused]] constexpr int kQAt = SLOTS * kBox, kPAt = kQAt + kBoxes * kQBox, kTailAt = kPAt + kQBox;
 [[maybe_unused]] constexpr int kFull = 0, kEmpty = 8 * SLOTS, kReady = 16 * SLOTS, kTaken = kReady + 8, kQFree = kReady + 16, kMoved = kReady + 24;
-static_assert(USE_WGMMA || (!EARLY_KEYS && !NEXT_IN_L2 && !BRISK_COPIER), "trials of the copy engine's ring");
+static_assert(USE_WGMMA || !EARLY_KEYS, "of the copy engine's ring");
 constexpr float kNever = -1e30f, kSlack = 8.f;  // a maximum before any key; what a score may pass a maximum by, in powers of two
-
-static_assert(!P_IN_ROPE || (USE_WGMMA && SLOTS == 2 * kBoxes), "weights in the place of rope: two tiles");
-// Where a place of the ring lies. P_IN_ROPE: values of the even tile, its rope, a kilobyte, rope of the odd tile, its values; the weights of
-// either tile take its rope's place and the kilobyte, nine octets at most.
-__device__ __forceinline__ int place_at(int slot) {
-#if P_IN_ROPE
-  return slot >= kBoxes ? slot * kBox + 1024 : (slot ? slot - 1 : 8) * kBox;
-#else
-  return slot * kBox;
-#endif
-}
-// Where the weights of the ring's even or odd tile lie.
-__device__ __forceinline__ int weights_at(int odd) {
-#if P_IN_ROPE
-  return odd ? 9 * kBox : 8 * kBox;
-#else
-  (void)odd;
-  return kPAt;
-#endif
-}
 
 #ifndef EVERY_LANE_ARRIVES    // for racecheck, which does not follow a __syncwarp before one lane's arrival
 #define EVERY_LANE_ARRIVES 0
@@ -64,10 +44,9 @@ __device__ __forceinline__ void wait_queries(smem_t base, const Cursor& first) {
 #if USE_WGMMA
 // One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
 // are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
-__device__ __forceinline__ void fill_ring(
-    const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count, int first = 0, int boxes = kBoxes) {
+__device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
   const smem_t tail = base + kTailAt;
-  const int lane = threadIdx.x & 31, mine = first + lane, column = mine ? (mine - 1) * 64 : kValue;  // of lanes below `boxes`
+  const int lane = threadIdx.x & 31, column = lane ? (lane - 1) * 64 : kValue;  // of lanes below kBoxes
   const uint64_t once = policy_evict_first(), again = policy_evict_normal();
   const int pieces = kTile / p.box_keys, batch = 32 / pieces;     // copies a box: 1, 2 or 4; tiles a look-up
   Cursor at{0, 1};
@@ -79,7 +58,7 @@ __device__ __forceinline__ void fill_ring(
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     if (i >= (int)gridDim.x) it = p.items[i];
     if (!it.tiles) continue;
-    const uint64_t policy = it.stride > 1 || KEYS_STAY ? again : once;
+    const uint64_t policy = it.stride > 1 ? again : once;
     auto look_up = [&](int tile) { return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys); };
     int rows = 0, next = look_up(0);
 #if EARLY_KEYS
@@ -95,7 +74,7 @@ __device__ __forceinline__ void fill_ring(
       started = true;
       bar_wait(tail + kQFree, q_phase);
       q_phase ^= 1;
-      if (lane < boxes) tensor_copy(base + kQAt + mine * kQBox, queries, tail + kFull + 8 * start.plus(mine).slot, column, it.first, again);
+      if (lane < kBoxes) tensor_copy(base + kQAt + lane * kQBox, queries, tail + kFull + 8 * start.plus(lane).slot, column, it.first, again);
     };
 #else
     bar_wait(tail + kQFree, q_phase);
@@ -113,36 +92,19 @@ __device__ __forceinline__ void fill_ring(
       int from[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) from[k] = __shfl_sync(0xffffffffu, rows, (place * pieces + k) & 31);
-      const Cursor own = at.plus(lane < boxes ? mine : 0);
-      const smem_t full = tail + kFull + 8 * own.slot, box = base + place_at(own.slot);
-      bool due = lane < boxes;
+      const Cursor own = at.plus(lane < kBoxes ? lane : 0);
+      const smem_t full = tail + kFull + 8 * own.slot, box = base + own.slot * kBox;
+      bool due = lane < kBoxes;
       while (__any_sync(0xffffffffu, due)) {
-#if BRISK_COPIER
-        const bool free = bar_test(tail + kEmpty + 8 * own.slot, own.phase) && due;  // all lanes look: no branch before one has found a place
-        if (!__any_sync(0xffffffffu, free) || !free) continue;
-#else
         if (!due || !bar_test(tail + kEmpty + 8 * own.slot, own.phase)) continue;
-#endif
         due = false;
         bar_expect(full, kBox + (j ? 0 : kQBox));
-        if (!EARLY_KEYS && !j) tensor_copy(base + kQAt + mine * kQBox, queries, full, column, it.first, again);
+        if (!EARLY_KEYS && !j) tensor_copy(base + kQAt + lane * kQBox, queries, full, column, it.first, again);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
           if (k < pieces) tensor_copy(box + k * p.box_keys * 128, keys, full, column, from[k], policy);
       }
       stamp(2, lane == 0 && i == (int)blockIdx.x && !j);
-#if NEXT_IN_L2
-      // Of a tile that has no place yet, this block's share of the boxes: the other column tiles of the sequence fetch theirs.
-      const int far = j + NEXT_IN_L2;
-      if (far < it.tiles && far >= SLOTS / kBoxes) {
-        const bool share = lane < boxes && (mine + far) % it.stride == it.packed / kN % it.stride;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int row = __shfl_sync(0xffffffffu, far / batch == j / batch ? rows : next, (far % batch * pieces + k) & 31);
-          if (share && k < pieces) tensor_prefetch(keys, column, row, policy);
-        }
-      }
-#endif
     }
 #if EARLY_KEYS
     if (before == it.tiles) ask_queries();
@@ -257,7 +219,7 @@ __device__ __forceinline__ void scrub(smem_t base, const Cursor& at, int group, 
   auto clean = [](uint32_t x) { return ((x & 0x7f80u) == 0x7f80u ? 0u : x & 0xffffu) | ((x & 0x7f800000u) == 0x7f800000u ? 0u : x & 0xffff0000u); };
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
-    const smem_t box = base + place_at(at.plus(1 + group * 4 + k).slot);
+    const smem_t box = base + at.plus(1 + group * 4 + k).slot * kBox;
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = lds128(box + in_box(first + 16 * i, piece));

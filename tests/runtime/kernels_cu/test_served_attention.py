@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.kernels_cu import record_attention, tree_mla, tree_mla_config
+from runtime.kernels_cu import record_attention, tree_mla
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, served
 from runtime.kernels_cu.tree_paths import PathPages
@@ -20,28 +20,27 @@ COLUMNS, NARROW, ROWS = Config(9, 17), Config(1, 27), Config(8, 18, rows=True)
 
 
 @pytest.fixture
-def ends(monkeypatch):
-    """All kinds merge later and ask for keys early."""
-    for kind in tree_mla_config.SERVED:
-        monkeypatch.setitem(tree_mla_config.SERVED, kind, {"trials": ENDS})
+def maps(monkeypatch):
     monkeypatch.setattr(tree_mla, "tensor_map", shim_map)
 
 
-def test_each_kind_has_its_own_fields(monkeypatch):
-    monkeypatch.setitem(tree_mla_config.SERVED, "wide", {"ahead": 3, "trials": (*ENDS, ("STRAIGHT", 3))})
-    monkeypatch.setitem(tree_mla_config.SERVED, "rows", {"float_parts": False})
-    assert served(COLUMNS) == replace(COLUMNS, ahead=3, trials=(*ENDS, ("STRAIGHT", 3)))
-    assert served(COLUMNS, early=False).trials == (("MERGE_LATER", 1), ("STRAIGHT", 3))
-    assert served(NARROW) == NARROW and served(ROWS) == replace(ROWS, float_parts=False)
+def test_each_kind_has_its_own_fields():
+    few, many = Dims(90, 10, 8, 4096), Dims(330, 10, 64, 65536)
+    assert served(NARROW, few) == replace(NARROW, slots=26, trials=ENDS)
+    assert served(NARROW, few, early=False).trials == ENDS[1:]
+    assert served(replace(NARROW, chunk=8), few) == replace(NARROW, chunk=8, trials=ENDS[:1])
+    assert served(COLUMNS, few) == replace(COLUMNS, ahead=0, trials=ENDS[:1])
+    assert served(ROWS, few) == replace(ROWS, trials=ENDS[:1])
+    assert served(ROWS, many) == replace(ROWS, trials=(("SOFTEN_FIRST", 1),))
     portable = Config(2, 9, producers=2, wgmma=False)
-    assert served(portable) == portable
+    assert served(portable, few) == portable
 
 
 @pytest.mark.parametrize("dims", [Dims(9, 1, 8, 4096), Dims(330, 10, 64, 65536), Dims(90, 10, 8, 4096)], ids=str)
 def test_whatever_may_be_chosen_is_legal_as_it_is_served(dims):
-    for config in candidates(dims):
-        served(config).check(dims)
-        served(config, early=False).check(dims)
+    for config in (*candidates(dims), *candidates(dims, chunk=80)):
+        served(config, dims).check(dims)
+        served(config, dims, early=False).check(dims)
 
 
 class Hopper(Still):
@@ -60,21 +59,21 @@ def recorded(paths, ops):
         return [one.run for one in launches]
 
 
-def test_the_first_layer_starts_when_the_plan_has_ended(ends):
+def test_the_first_layer_starts_when_the_plan_has_ended(maps):
     calls = recorded(None, CudaBackend(Hopper(lambda *_: None)))
     assert [(call.entry, call.pdl) for call in calls] == [
         ("tree_mla_plan", True), ("tree_mla", False), ("tree_mla_merge", True), ("tree_mla", True), ("tree_mla_merge", True),
     ]  # fmt: skip
 
 
-def test_keys_that_a_step_copies_are_not_asked_for_early(ends):
+def test_keys_that_a_step_copies_are_not_asked_for_early(maps):
     """Private pages are written ahead of every layer."""
     ops = CudaBackend(Hopper(lambda *_: None), invariant=True)
     calls = recorded(PathPages(4, 2, 16), ops)
-    assert {call.entry for call in calls if "tree_mla" in call.entry} == {"tree_mla_plan", "tree_mla", "tree_mla_merge"}
+    assert {call.entry for call in calls if "tree_mla" in call.entry} == {"tree_mla_plan", "tree_mla"}
     assert all(call.pdl for call in calls)
     (config,) = {choice for key, choice in ops._choices.items() if key[0] == "tree_mla"}
-    assert config.trials == (("MERGE_LATER", 1),)
+    assert config.chunk and not config.trials
 
 
 SPLIT = {"buckets": (72, 16, 4), "chunk": 70}  # two key tiles, each a split of its own
@@ -82,9 +81,9 @@ SPLIT = {"buckets": (72, 16, 4), "chunk": 70}  # two key tiles, each a split of 
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(Config(1, 9, chunk=1), id="columns", marks=pytest.mark.slow), pytest.param(Config(8, 18, rows=True, chunk=1), id="rows")],
+    [pytest.param(Config(1, 26), id="columns", marks=pytest.mark.slow), pytest.param(Config(8, 18, rows=True, chunk=1), id="rows")],
 )
-def test_the_model_is_the_definitions(make, ends, monkeypatch, config):  # noqa: F811
+def test_the_model_is_the_definitions(make, maps, monkeypatch, config):  # noqa: F811
     """On the shim, through the recorder; without the last launch, a layer's merge, it is not."""
     monkeypatch.setattr(record_attention, "_config", lambda r, dims: config)
     room = {"positions": 96, "pages": 13}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.kernels_cu.device import arch_of_device
-from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates
+from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, served
 from runtime.ops import OPS
 from tests.compare import check_bitwise, check_close
 from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, make_batch
@@ -21,12 +21,12 @@ ROWS = Config(octets=8, slots=18, rows=True)
 
 
 class Device(Attention):
-    """A batch on the device; skips what the device cannot build."""
+    """A batch on the device, under the configuration as it is served; skips what the device cannot build."""
 
     def __init__(self, batch: Batch, config: Config) -> None:
         if config.wgmma and arch_of_device() != "sm_90a":
             pytest.skip(f"wgmma needs sm_90a, this is {arch_of_device()}")
-        super().__init__(batch, config, SCALE)
+        super().__init__(batch, served(config, batch.dims) if not config.trials else config, SCALE)
 
 
 def widths(heads: int) -> list[Config]:
