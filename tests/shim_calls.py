@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -34,7 +35,7 @@ class Device:
         there = [self._upload(a) if a.nbytes else 0 for a in arrays]
         moved = [(a.ctypes.data, a.nbytes, at) for a, at in zip(arrays, there, strict=True)]
         arguments = tuple(_moved(argument, moved) for argument in call.arguments)
-        self._launch(Call(call.entry, call.grid, call.threads, call.smem_bytes, arguments))
+        self._launch(replace(call, arguments=arguments))
         for array, at in zip(arrays, there, strict=True):
             if at:
                 self._download(at, array)
@@ -65,7 +66,7 @@ def run_call(library: ctypes.CDLL | Device, call: Call, descending: bool = False
     if isinstance(library, Device):
         library.run(call)
         return
-    shape = (ctypes.c_int * 6)(*call.grid, call.threads, call.smem_bytes, int(descending))
+    shape = (ctypes.c_int * 7)(*call.grid, call.threads, call.smem_bytes, int(descending), call.cluster)
     arguments = (ctypes.c_void_p * len(call.arguments))(*(ctypes.addressof(a) for a in call.arguments))
     getattr(library, f"cpu_{call.entry}")(shape, arguments)
 

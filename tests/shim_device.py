@@ -81,7 +81,7 @@ class ShimLaunch:
     keep: tuple[Any, ...] = ()
 
     def run(self, stream: int) -> None:
-        shape = (ctypes.c_int * 6)(*self.call.grid, self.call.threads, self.call.smem_bytes, 0)
+        shape = (ctypes.c_int * 7)(*self.call.grid, self.call.threads, self.call.smem_bytes, 0, self.call.cluster)
         arguments = (ctypes.c_void_p * len(self.call.arguments))(*(ctypes.addressof(a) for a in self.call.arguments))
         self.function(shape, arguments)
 

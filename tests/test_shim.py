@@ -57,7 +57,7 @@ out, fault = np.zeros(33, np.int32), int(sys.argv[1])
 outer, inner = (ctypes.CDLL(path) for path in (sys.argv[2], sys.argv[-1]))
 call = ctypes.cast(inner.launch_inside if len(sys.argv) == 4 else None, ctypes.c_void_p)
 given = ctypes.c_void_p(out.ctypes.data), ctypes.c_int(33), ctypes.c_int(fault), call
-outer.cpu_kernel((ctypes.c_int * 6)(1, 1, 1, 33, 33 * 4, 0), (ctypes.c_void_p * 4)(*(ctypes.addressof(a) for a in given)))
+outer.cpu_kernel((ctypes.c_int * 7)(1, 1, 1, 33, 33 * 4, 0, 1), (ctypes.c_void_p * 4)(*(ctypes.addressof(a) for a in given)))
 assert (out == np.arange(33) - 1).all(), out
 """
 Build = Callable[..., str]

@@ -56,7 +56,7 @@ class Bench:
         self.device = CupyDevice(rank)
         self.ops = CudaBackend(self.device)
         self.nccl = peers_cuda.NcclGroup(host)
-        self.configs = all_reduce.candidates(world, HIDDEN, self.device.sms)
+        self.configs = all_reduce.candidates(world, HIDDEN, self.device.sms, self.device.arch)
         memory = peers_cuda.open_memory(self.ops, host, HIDDEN, self.configs[0])
         if memory is None:
             raise SystemExit("bench_allreduce: a GPU can not reach its peer's memory; NCCL alone would be used")
@@ -86,6 +86,9 @@ class Bench:
         total = (residual.astype(np.float32) + want.astype(np.float32)).astype(ml_dtypes.bfloat16)
         wide = total.astype(np.float32)
         normed = wide / np.sqrt((wide**2).mean(1, keepdims=True) + EPS) * self.weight.astype(np.float32)
+        self.put(rows, residual)
+        Chain((self.run_of(self.ways(rows)[-1], rows), self._add_norm(rows))).run(self.device.stream)
+        apart = self.get(self.out, rows)
         for config in self.configs:
             for way in self.ways(rows):
                 for norm in (False, True):
@@ -99,6 +102,7 @@ class Bench:
                     error = np.abs(self.get(self.out, rows).astype(np.float32) - normed) / (1 + np.abs(normed))
                     if not error.max() < 0.02:
                         raise SystemExit(f"bench_allreduce: {name}: off by {error.max():.4f}")
+                    self.equal(f"{name}, against two kernels", self.get(self.out, rows), apart)
         self.put(rows, residual)
         self.run_of(self.peers.LARGE, rows).run(self.device.stream)
         off = np.abs(self.get(self.part, rows).astype(np.float32) - want.astype(np.float32)).max()
@@ -118,9 +122,7 @@ class Bench:
     def equal(self, name: str, got: np.ndarray, want: np.ndarray) -> None:
         wrong = np.flatnonzero((got.view(np.uint16) != want.view(np.uint16)).any(axis=1))
         if len(wrong):
-            raise SystemExit(
-                f"bench_allreduce: {name}: {len(wrong)} rows have other bits than the sum in rank order, the first is {wrong[0]}"
-            )
+            raise SystemExit(f"bench_allreduce: {name}: {len(wrong)} rows have other bits than they should, the first is {wrong[0]}")
 
     def us(self, *runs: Any) -> float:
         """Microseconds of the runs one after another, the slowest rank's, the median of three."""

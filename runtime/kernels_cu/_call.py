@@ -16,7 +16,7 @@ from runtime.kernels_cu._launch import Function, Launch
 @dataclass(frozen=True, slots=True)
 class Call:
     """entry: name in the source; grid in blocks; threads of a block; dynamic shared bytes; arguments: ctypes values in order.
-    pdl: as `Launch`'s."""
+    pdl, cluster: as `Launch`'s."""
 
     entry: str
     grid: tuple[int, int, int]
@@ -24,10 +24,11 @@ class Call:
     smem_bytes: int
     arguments: tuple[Any, ...]
     pdl: bool = True
+    cluster: int = 1
 
     def launch(self, functions: Mapping[str, Function], keep: tuple[Any, ...] = ()) -> Launch:
         """The prepared launch of this call on the current device; keep: owners of the memory it points at."""
-        return Launch(functions[self.entry], self.grid, (self.threads, 1, 1), self.smem_bytes, self.arguments, self.pdl, keep)
+        return Launch(functions[self.entry], self.grid, (self.threads, 1, 1), self.smem_bytes, self.arguments, self.pdl, keep, self.cluster)
 
 
 def ptr(address: int) -> ctypes.c_void_p:

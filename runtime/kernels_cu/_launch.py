@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -95,7 +96,7 @@ class Launch:
     """One kernel launch, prepared: grid, block, shared bytes, arguments as ctypes values in order.
 
     keep: whatever owns the memory behind the arguments. pdl: may start before its predecessor ends; the kernel then
-    waits itself (prim::pdl_wait).
+    waits itself (prim::pdl_wait). cluster: blocks along x that run together and reach each other's shared memory (sm_90).
     """
 
     function: Function
@@ -105,21 +106,23 @@ class Launch:
     arguments: tuple[Any, ...]
     pdl: bool = True
     keep: tuple[Any, ...] = ()
+    cluster: int = 1
     _config: _LaunchConfig = field(init=False, repr=False)
     _pointers: Any = field(init=False, repr=False)
-    _attribute: _Attribute = field(init=False, repr=False)
+    _attributes: ctypes.Array[_Attribute] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.function.allow_smem(self.smem_bytes)
-        self._attribute = _Attribute(_PDL, 0, (ctypes.c_uint32 * 16)(1))
+        wanted = [(_PDL, (1,))] * self.pdl + [(_CLUSTER, (self.cluster, 1, 1))] * (self.cluster > 1)
+        self._attributes = (_Attribute * 2)(*(_Attribute(name, 0, (ctypes.c_uint32 * 16)(*value)) for name, value in wanted))
         self._pointers = (ctypes.c_void_p * len(self.arguments))(*(ctypes.addressof(a) for a in self.arguments))
         self._config = _LaunchConfig(
             (ctypes.c_uint32 * 3)(*self.grid),
             (ctypes.c_uint32 * 3)(*self.block),
             self.smem_bytes,
             None,
-            ctypes.addressof(self._attribute),
-            1 if self.pdl else 0,
+            ctypes.addressof(self._attributes),
+            len(wanted),
         )
 
     def run(self, stream: int) -> None:
@@ -129,4 +132,5 @@ class Launch:
         _check(f"launch of {self.function.name}", status)
 
     def __str__(self) -> str:
-        return f"{self.function.name:<20} grid {self.grid} block {self.block} smem {self.smem_bytes}{' pdl' if self.pdl else ''}"
+        clusters = f" clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{self.function.name:<20} grid {self.grid} block {self.block} smem {self.smem_bytes}{' pdl' if self.pdl else ''}{clusters}"

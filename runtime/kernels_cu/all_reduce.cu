@@ -3,13 +3,14 @@
 //   one_shot   every rank sends its rows to every other; data carry their own flag, so no barrier exists     small M
 //   two_shot   row m's owner collects it, sums it, and sends the sum to all                                  large M
 //
-// Partition: a block is a unit. one_shot: unit = a row, or one of `parts` equal pieces of a row where no norm follows. two_shot:
-// block b has rows b, b + grid, ...; the j-th of them is owned by rank (b + j) mod WORLD. Block b waits for block b of the other
+// Partition: a block is a unit. one_shot: unit = a row, or one of `parts` equal pieces of it; where a norm follows they are a cluster,
+// and a warp tells its sum of squares to all of them (cluster.cuh). Before sm_90 a normed row is one block. two_shot: block b has rows b, b + grid, ...; the j-th of them is owned by rank (b + j) mod WORLD. Block b waits for block b of the other
 // ranks and for nothing else, so ranks launch equal grids, all of whose blocks are resident.
 //
 // one_shot's packets (16 bytes): {4 bytes of data, epoch, 4 bytes of data, epoch}. A reader polls the packet itself. Places take
 // turns by the epoch's parity: a place is written again at epoch e + 2, when this block has had everybody's data of e + 1, which
 // they sent after they were done with e. Twice the bytes on the link, half the latency.
+// A warp's 32 vectors lie as 32 first halves, then 32 second ones, so a store fills whole lines of the link.
 // two_shot: data, then one flag a block. Its places need no turns: a rank sends for the next call only after it has had every
 // flag of this one, and a flag follows the reads of its sender.
 //
@@ -19,10 +20,15 @@
 //
 // Inequality, M rows of H = 7168 bf16 (14 KiB), W = 2, link 360 GB/s each way: one_shot sends 2 x 14 KiB a row, 0.08 us, after
 // 1.3 us one way; two_shot 14 KiB a row. At 128 rows 10.2 us against 5.1 + one latency more. Sums in f32, rounded once: the bits
-// of runtime.shared_comm. The norm is dense.cu's; with as many threads it sums in the same order.
+// of runtime.shared_comm. The norm is dense.cu's: squares of 32 vectors by one warp, then one 32 after the other, whatever the
+// partition. So its bits are the same for all configurations and ways, and those of dense.cu with a vector a thread.
+//
+// What a norm adds to a sum of one row, cycles, estimated: residual added and packed 60, squares 32, butterfly 135, to the other
+// blocks 210, seen there 40, 28 numbers added 150, root and quotient 90, scaled and packed 40: 760, 0.4 us at 1.9 GHz.
 //
 // Dead rows (seq[m] = -1; seq may be null) are skipped by all ranks alike.
 #include "prim/bf16.cuh"
+#include "prim/cluster.cuh"
 #include "prim/peer.cuh"
 #include "prim/pipeline.cuh"
 
@@ -33,12 +39,12 @@ using namespace prim;
 #endif
 static_assert(WORLD >= 2 && WORLD <= 8, "ranks of one host");
 static_assert(THREADS % 32 == 0 && THREADS * VECS >= ROW_VECTORS, "a row in registers");
-constexpr int kWarps = THREADS / 32;
+constexpr int kGroups = (ROW_VECTORS + 31) / 32;          // of 32 vectors, a warp's; each gives the norm one sum of squares
 constexpr int kRegisters = 65536 / ((THREADS + 127) / 128 * 128);  // of a thread, as blocks are given them
 constexpr int kPolled = (kRegisters - 24) / 8 / (WORLD - 1);       // packets a sender that can be in flight and kept beside them
 constexpr int kAtOnce = kPolled >= 2 * VECS ? VECS : 1;   // vectors polled together: each further poll is an L2 latency
 constexpr int kHalves = kPolled >= 2 ? 1 : 2;             // of their packets
-constexpr size_t kPlace = 2 * ROW_VECTORS;                // packets of a unit
+constexpr size_t kPlace = 2 * 32 * kGroups;               // packets of a unit
 
 // A rank's region, the same on all of them; other ranks write into it.
 struct Region {
@@ -87,15 +93,8 @@ __device__ __forceinline__ void add8(float (&sum)[kEight], const uint4& v) {
   for (int j = 0; j < kEight; ++j) sum[j] += more[j];
 }
 
-// The block's sum of one number a thread, in the order of dense.cu. `part` is free again after the next barrier.
-__device__ __forceinline__ float block_sum(float* part, float v) {
-  v = warp_sum(v);
-  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = 0.f;
-  for (int w = 0; w < (int)blockDim.x / 32; ++w) v += part[w];
-  return v;
-}
+// Where the first of a vector's two packets lies among those of its unit; the second is 32 further.
+__device__ __forceinline__ int packet_of(int vector) { return vector / 32 * 64 + vector % 32; }
 
 // What the norm of a row needs beside the sum, read before the sum is there.
 struct Residual {
@@ -106,30 +105,46 @@ __device__ __forceinline__ void read_x(Residual& have, const Rows& r, size_t at,
   for (int k = 0; k < VECS; ++k)
     if (const int i = threadIdx.x + k * blockDim.x; i < count) have.x[k] = r.x[at + i];
 }
-__device__ __forceinline__ void read_w(Residual& have, const Rows& r, int count) {
+__device__ __forceinline__ void read_w(Residual& have, const Rows& r, int first, int count) {
 #pragma unroll
   for (int k = 0; k < VECS; ++k)
-    if (const int i = threadIdx.x + k * blockDim.x; i < count) have.w[k] = r.w[i];
+    if (const int i = threadIdx.x + k * blockDim.x; i < count) have.w[k] = r.w[first + i];
 }
 
-// A summed row, held by the block (vector threadIdx.x + k blockDim.x in sum[k]): stored as it is, or added to x and normed.
-template <bool NORM>
-__device__ __forceinline__ void finish_row(float* part, const Rows& r, size_t at, int count, const uint4 (&sum)[VECS], const Residual& have) {
-  float value[VECS][kEight], squares = 0.f;
+// A summed row or piece of one, held by the block (vector threadIdx.x + k blockDim.x in sum[k]), is added to x and stored; `value` is
+// what was stored, and squares[k] the warp's sum of its squares.
+__device__ __forceinline__ void add_row(const Rows& r, size_t at, int count, const uint4 (&sum)[VECS], const Residual& have, float (&value)[VECS][kEight],
+                                        float (&squares)[VECS]) {
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
+    squares[k] = 0.f;
     if (i >= count) continue;
-    if (!NORM) { r.part[at + i] = sum[k]; continue; }
     unpack8(have.x[k], value[k]);
     add8(value[k], sum[k]);
     const uint4 stored = pack8(value[k]);
     r.x[at + i] = stored;
-    unpack8(stored, value[k]);                            // the norm is of what was stored
-    squares += sum_of_squares(value[k]);
+    unpack8(stored, value[k]);
+    squares[k] = sum_of_squares(value[k]);
   }
-  if (!NORM) return;
-  const float scale = 1.f / sqrtf(block_sum(part, squares) / (float)(kEight * count) + r.eps);
+#pragma unroll
+  for (int k = 0; k < VECS; ++k) squares[k] = warp_sum(squares[k]);
+}
+
+// body(k, group) for the groups of 32 vectors that this warp holds.
+template <class Body>
+__device__ __forceinline__ void each_group(int count, Body body) {
+#pragma unroll
+  for (int k = 0; k < VECS; ++k)
+    if (const int first = threadIdx.x / 32 * 32 + k * blockDim.x; first < count) body(k, first / 32);
+}
+
+// The rest of the norm, once `part` holds the sums of all groups of the row.
+__device__ __forceinline__ void scale_row(const float* part, const Rows& r, size_t at, int count, const float (&value)[VECS][kEight], const Residual& have) {
+  float squares = 0.f;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) squares += part[g];
+  const float scale = 1.f / sqrtf(squares / (float)(kEight * ROW_VECTORS) + r.eps);
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
@@ -139,7 +154,7 @@ __device__ __forceinline__ void finish_row(float* part, const Rows& r, size_t at
 
 // ---------------------------------------------------------------- one shot
 
-// Sums kAtOnce vectors, of which the n-th has its packets at `from` + 2 n blockDim.x of every sender's place and this rank's own part
+// Sums kAtOnce vectors, of which the n-th has its first packet at `from` + 2 n blockDim.x of every sender's place and this rank's own part
 // in mine[n]; `live` of them exist.
 __device__ __forceinline__ void collect(const Group& g, const uint4* from, uint4* mine, int live, uint32_t epoch, bool wait) {
   uint32_t data[kAtOnce][WORLD][4];
@@ -160,7 +175,7 @@ __device__ __forceinline__ void collect(const Group& g, const uint4* from, uint4
     do {
       missing = -1;
       each_packet([&](int n, int s, int q) {
-        load_words(from + s * (BLOCKS * kPlace) + 2 * n * blockDim.x + half * kTogether + q, got[n][s][q][0], got[n][s][q][1]);
+        load_words(from + s * (BLOCKS * kPlace) + 2 * n * blockDim.x + 32 * (half * kTogether + q), got[n][s][q][0], got[n][s][q][1]);
       });
       each_packet([&](int n, int s, int q) {
         if ((uint32_t)(got[n][s][q][0] >> 32) != epoch || (uint32_t)(got[n][s][q][1] >> 32) != epoch) missing = s;
@@ -187,41 +202,68 @@ __device__ __forceinline__ void collect(const Group& g, const uint4* from, uint4
   }
 }
 
+constexpr float kAbsent = -1.f;                           // no sum of squares
+
 template <bool NORM>
 __device__ __forceinline__ void one_shot(float* part, const Group& g, const Rows& r) {
-  const int unit = blockIdx.x, row = unit / r.parts, count = ROW_VECTORS / r.parts;
-  const size_t at = (size_t)row * ROW_VECTORS + (unit % r.parts) * count;
+  const int unit = blockIdx.x, row = unit / r.parts, piece = unit % r.parts, count = ROW_VECTORS / r.parts, lane = threadIdx.x % 32;
+  const size_t at = (size_t)row * ROW_VECTORS + piece * count;
   Residual have;
-  if (NORM) read_w(have, r, count);
+  if (NORM) {
+    for (int i = threadIdx.x; i < kGroups; i += blockDim.x) part[i] = kAbsent;
+    cluster_arrive();
+    read_w(have, r, piece * count, count);                // a constant: no kernel before writes it
+  }
   pdl_trigger();
   pdl_wait();
-  if (dead(r.seq, row)) return;
   const uint32_t epoch = g.state->one[unit] + 1;
-  const bool wait = g.state->failed == 0;
+  const bool wait = g.state->failed == 0, skip = dead(r.seq, row);
   uint4 mine[VECS];
-
+#pragma unroll
+  for (int k = 0; k < VECS; ++k)                          // together with the words above: one latency, not two
+    if (const int i = threadIdx.x + k * blockDim.x; i < count) mine[k] = r.part[at + i];
+  if (skip) {
+    if (NORM) cluster_wait();
+    return;
+  }
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
     if (i >= count) continue;
-    mine[k] = r.part[at + i];
 #pragma unroll
     for (int turn = 1; turn < WORLD; ++turn) {            // ranks begin with different peers
       const int peer = (g.rank + turn) % WORLD;
-      uint4* to = &g.of[peer]->packets[epoch & 1][g.rank][unit][2 * i];
+      uint4* to = &g.of[peer]->packets[epoch & 1][g.rank][unit][packet_of(i)];
       store_words(to, word(mine[k].x, epoch), word(mine[k].y, epoch));
-      store_words(to + 1, word(mine[k].z, epoch), word(mine[k].w, epoch));
+      store_words(to + 32, word(mine[k].z, epoch), word(mine[k].w, epoch));
     }
   }
-  if (NORM) read_x(have, r, at, count);
+  if (NORM) {
+    read_x(have, r, at, count);
+    cluster_wait();                                       // all blocks of the row run, and their `part` is cleared
+  }
 #pragma unroll
   for (int k = 0; k < VECS; k += kAtOnce) {
     const int i = threadIdx.x + k * blockDim.x;
     const int live = i < count ? (count - i + (int)blockDim.x - 1) / (int)blockDim.x : 0;
-    collect(g, &g.of[g.rank]->packets[epoch & 1][0][unit][2 * i], mine + k, live, epoch, wait);
+    collect(g, &g.of[g.rank]->packets[epoch & 1][0][unit][packet_of(i)], mine + k, live, epoch, wait);
   }
-  finish_row<NORM>(part, r, at, count, mine, have);
-  if (!NORM) __syncthreads();                             // everybody has read the epoch
+  if (NORM) {
+    float value[VECS][kEight], squares[VECS];
+    add_row(r, at, count, mine, have, value, squares);
+    each_group(count, [&](int k, int group) {
+      if (lane < r.parts) store_shared(part + piece * count / 32 + group, lane, squares[k]);
+    });
+    for (int group = lane; group < kGroups; group += 32)
+      while (load_shared(part + group) == kAbsent) {}     // a block of this row: it comes, or has given up within `spins`
+    __syncwarp();
+    scale_row(part, r, at, count, value, have);
+  } else {
+#pragma unroll
+    for (int k = 0; k < VECS; ++k)
+      if (const int i = threadIdx.x + k * blockDim.x; i < count) r.part[at + i] = mine[k];
+    __syncthreads();                                      // everybody has read the epoch; a norm's sums of all warps say so too
+  }
   if (threadIdx.x == 0) g.state->one[unit] = epoch;
 }
 
@@ -230,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_one(__grid_c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_one_norm(__grid_constant__ const Group g, __grid_constant__ const Rows r) {
-  __shared__ float part[kWarps];
+  __shared__ __align__(16) float part[kGroups];
   one_shot<true>(part, g, r);
 }
 
@@ -331,13 +373,26 @@ __device__ __forceinline__ void two_shot(float* part, const Group& g, const Rows
 #pragma unroll
       for (int k = 0; k < VECS; ++k)
         if (const int i = threadIdx.x + k * blockDim.x; i < ROW_VECTORS) sum[t][k] = load_peer(&own->sums[row][i]);
-      if (NORM) { read_x(have[t], r, (size_t)row * ROW_VECTORS, ROW_VECTORS); read_w(have[t], r, ROW_VECTORS); }
+      if (NORM) { read_x(have[t], r, (size_t)row * ROW_VECTORS, ROW_VECTORS); read_w(have[t], r, 0, ROW_VECTORS); }
     }
 #pragma unroll
     for (int t = 0; t < kFinished; ++t) {
       if (!live(t)) continue;
-      finish_row<NORM>(part, r, (size_t)(m + t * grid) * ROW_VECTORS, ROW_VECTORS, sum[t], have[t]);
-      if (NORM) __syncthreads();                          // `part` is free for the next row
+      const size_t at = (size_t)(m + t * grid) * ROW_VECTORS;
+      if (NORM) {
+        float value[VECS][kEight], squares[VECS];
+        add_row(r, at, ROW_VECTORS, sum[t], have[t], value, squares);
+        each_group(ROW_VECTORS, [&](int k, int group) {
+          if (threadIdx.x % 32 == 0) part[group] = squares[k];
+        });
+        __syncthreads();
+        scale_row(part, r, at, ROW_VECTORS, value, have[t]);
+        __syncthreads();                                  // `part` is free for the next row
+      } else {
+#pragma unroll
+        for (int k = 0; k < VECS; ++k)
+          if (const int i = threadIdx.x + k * blockDim.x; i < ROW_VECTORS) r.part[at + i] = sum[t][k];
+      }
     }
   });
   if (threadIdx.x == 0) g.state->two[block] = epoch;
@@ -348,6 +403,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_two(__grid_c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_two_norm(__grid_constant__ const Group g, __grid_constant__ const Rows r) {
-  __shared__ float part[kWarps];
+  __shared__ __align__(16) float part[kGroups];
   two_shot<true>(part, g, r);
 }

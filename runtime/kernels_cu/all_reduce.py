@@ -1,6 +1,7 @@
 """The sum over ranks through peer memory, alone or with the residual add and RMS norm after it: the calls of all_reduce.cu.
 
-GPU-unverified: run on the CPU shim by two to four processes, compiled for every architecture, never yet run on GPUs.
+GPU-unverified as it stands: run on the CPU shim by two to five processes, compiled for every architecture. Before a row's norm was
+spread over blocks, and packets over whole lines, it ran on two H200 (tools/results/allreduce_h200x2.jsonl).
 
 Each rank owns a region that the others write into, and a state of its own; both start as zeros. All ranks must make the same
 calls in the same order with the same config.
@@ -27,7 +28,8 @@ _ONE_WAY_US = 1.34  # flag over NVLink, two H200
 class Config:
     """threads of a block, vecs: 16-byte vectors of a row that each holds, blocks: the largest grid, rows: the most that two_shot takes.
 
-    All blocks of a grid must be resident at once: blocks is at most the number of multiprocessors.
+    All blocks of a grid must be resident at once: blocks is at most the number of multiprocessors. clusters: blocks may share
+    a row that is normed (sm_90).
     """
 
     world: int
@@ -35,6 +37,7 @@ class Config:
     vecs: int = 2
     blocks: int = 128
     rows: int = 1024
+    clusters: bool = False
 
     def check(self, hidden: int) -> None:
         """Raises ValueError with the broken rule."""
@@ -61,21 +64,29 @@ class Config:
     def region_bytes(self, hidden: int) -> int:
         """Of one rank: packets of 16 bytes by parity, sender and unit; flags; rows to be summed by sender; sums."""
         row = vectors("all_reduce", "H", hidden)
-        packets, flags = 2 * self.world * self.blocks * 2 * row * 16, 2 * self.blocks * self.world * 4
+        packets, flags = 2 * self.world * self.blocks * 64 * -(-row // 32) * 16, 2 * self.blocks * self.world * 4
         return packets + flags + (self.world + 1) * self.rows * row * 16
 
     def state_bytes(self) -> int:
         return 4 * (2 * self.blocks + 1)
 
 
-def candidates(world: int, hidden: int, sms: int) -> list[Config]:
-    """The default first. Above 4 ranks a vector's packets of all peers want more registers than 448 threads have (128 each)."""
+def has_clusters(arch: str) -> bool:
+    """Whether blocks of that architecture (sm_90a) reach each other's shared memory."""
+    return int(arch.removeprefix("sm_").rstrip("a") or 0) >= 90
+
+
+def candidates(world: int, hidden: int, sms: int, arch: str = "") -> list[Config]:
+    """The default first. arch: the device's, as NVRTC names it.
+
+    Above 4 ranks a vector's packets of all peers want more registers than 448 threads have (128 each).
+    """
     row = vectors("all_reduce", "H", hidden)
     found = []
     for vecs in (1, 2, 4):
         threads = 32 * -(-row // (32 * vecs))
         if threads <= (896 if world <= 4 else 256):
-            found.append(Config(world, threads, vecs, blocks=min(128, sms // 2 * 2)))
+            found.append(Config(world, threads, vecs, blocks=min(128, sms // 2 * 2), clusters=has_clusters(arch)))
     if not found:
         raise ValueError(f"all_reduce: a row of H = {hidden} has {row} vectors; blocks of {world} ranks hold at most 1024")
     return found
@@ -132,8 +143,8 @@ def one_shot(config: Config, m: int, hidden: int, ranks: Ranks, *, part: int, no
     """part [M, H] bf16 becomes the sum, or goes into `norm`; at most config.blocks rows. For messages of some 100 KiB."""
     if not 1 <= m <= config.blocks:
         raise ValueError(f"all_reduce: one_shot of {m} rows; 1 to {config.blocks} fit")
-    parts = 1 if norm else _pieces(config, m, hidden)
-    threads = config.threads if norm else 32 * -(-(vectors("all_reduce", "H", hidden) // parts) // (32 * config.vecs))
+    parts = _pieces(config, m, hidden) if norm is None or config.clusters else 1
+    threads = 32 * -(-(vectors("all_reduce", "H", hidden) // parts) // (32 * config.vecs))
     return _call("all_reduce_one", config, (m * parts, 1, 1), threads, m, hidden, ranks, part, norm, seq, parts)
 
 
@@ -145,7 +156,7 @@ def two_shot(config: Config, m: int, hidden: int, ranks: Ranks, *, part: int, no
 
 
 def _pieces(config: Config, m: int, hidden: int) -> int:
-    """Blocks that share a row where no norm follows: up to 8, of whole warps' vectors, as long as the grid holds them."""
+    """Blocks that share a row: up to 8, of whole warps' vectors, as long as the grid holds them."""
     row = vectors("all_reduce", "H", hidden)
     return next((n for n in (8, 4, 2) if row % (32 * n) == 0 and m * n <= config.blocks), 1)
 
@@ -167,7 +178,7 @@ def _call(
     group = seat_of("all_reduce", ranks, config.world)
     then = norm or Norm(0, 0, 0, 0.0)
     rows = _Rows(part, then.x, then.w, seq, then.out, m, parts, then.eps)
-    return Call(f"{entry}_norm" if norm else entry, grid, threads, 0, (group, rows))
+    return Call(f"{entry}_norm" if norm else entry, grid, threads, 0, (group, rows), cluster=parts if norm else 1)
 
 
 def seat_of(kernel: str, ranks: Ranks, world: int) -> ctypes.Structure:

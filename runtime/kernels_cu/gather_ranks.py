@@ -1,6 +1,6 @@
 """Rows of all ranks side by side, through peer memory: the call of gather_ranks.cu, over the places that sample_ranks.cu has.
 
-GPU-unverified: run on the CPU shim by two to four processes, compiled for every architecture, never yet run on GPUs.
+Run on the CPU shim by two to four processes, on two H200 (tools/results/draw_ranks_h200x2.jsonl), compiled for every architecture.
 """
 
 from __future__ import annotations

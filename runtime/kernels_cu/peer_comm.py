@@ -1,6 +1,6 @@
 """Collectives of GPU ranks, recorded like ops: the sums of steps through peer memory, what is larger through NCCL.
 
-GPU-unverified: recorded and run on the CPU shim by several processes, never yet on GPUs.
+Run on the CPU shim by several processes, and on two H200.
 
 A message takes the fastest way for its number of rows, by thresholds that are measured at start (`peers_cuda`). All ranks record
 the same calls in the same order, so they meet in every launch.

@@ -1,7 +1,5 @@
 """Finding the other GPUs of a group: peer memory over CUDA IPC, NCCL, and which of the two carries what.
 
-GPU-unverified.
-
 NVLink multicast stays off: on hosts whose GPUs are shared it can put them out of service. NCCL_NVLS_ENABLE=0 is set before NCCL
 loads, and with it NCCL 2.27.7 and 2.28.9 never reach multicast's creation (read in their source).
 """
@@ -105,7 +103,7 @@ def open_memory(recorder: Recorder, host: Host, hidden: int, config: all_reduce.
     import cupy
 
     runtime, device = cupy.cuda.runtime, recorder.device
-    config = config or all_reduce.candidates(host.world, hidden, device.sms)[0]
+    config = config or all_reduce.candidates(host.world, hidden, device.sms, device.arch)[0]
     config.check(hidden)
     drawing = sample_ranks.default_config(host.world, device.sms)
     (behind, nbytes), index = region_of(config, drawing, hidden), int(runtime.getDevice())

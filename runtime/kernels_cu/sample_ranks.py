@@ -1,6 +1,6 @@
 """Sampling where ranks hold a share of the vocabulary each: the launch of sample_ranks.cu.
 
-GPU-unverified: run on the CPU shim by two to four processes, compiled for every architecture, never yet run on GPUs.
+Run on the CPU shim by two to four processes, on two H200 (tools/results/draw_ranks_h200x2.jsonl), compiled for every architecture.
 
 Each rank owns a region that the others write into, and a state of its own; both start as zeros. All ranks must make the same
 launches in the same order, over the same plan, with the same config.

@@ -1,6 +1,6 @@
 """Hidden states between the GPUs of two stages, recorded like ops: NCCL's point-to-point in a step's graph.
 
-GPU-unverified: recorded and run on the CPU shim by several processes, never yet on GPUs.
+Run on the CPU shim by several processes, and on two H200.
 
 Rank r of a stage sends to rank r of the next one, so each pair has a connection, and each host's adapters all work. A stage's
 first launch of a step waits on the device for the stage before, its last hands on: no host takes part.

@@ -3,8 +3,8 @@
 // Supplies the CUDA keywords as macros, threadIdx and friends, vector types, __syncthreads, warp collectives, named barriers,
 // mbarriers, and kcpu::launch.
 //
-// Blocks run one after the other, so a kernel whose blocks wait for one another must be launched with one block. Inside a
-// block every CUDA thread is a fiber: a stack of its own, switched to by hand. A fiber runs until it meets a barrier or a
+// Blocks run one after the other, so a kernel whose blocks wait for one another must be launched with one block, or as a cluster:
+// its blocks run as one, with one shared memory and one __syncthreads. Inside a block every CUDA thread is a fiber: a stack of its own, switched to by hand. A fiber runs until it meets a barrier or a
 // warp collective and then yields to the next one, in ascending thread order, or descending where the launch says so (a
 // missing barrier often shows in one order only). There are no races and no asynchronous copies here, but
 // bytes are counted where a barrier expects them; compute-sanitizer on a GPU looks for the rest.
@@ -36,8 +36,8 @@ struct Dim3 {
 
 struct Fiber {
   void* stack_pointer = nullptr;  // valid while the fiber is switched out
-  Dim3 thread_idx;
-  int linear_index = 0;           // x + block.x * (y + block.y * z)
+  Dim3 thread_idx, block_idx;
+  int linear_index = 0;           // x + block.x * (y + block.y * z), after those of the cluster's blocks before
   bool done = false;              // the kernel function has returned
 };
 
@@ -60,7 +60,7 @@ struct Warp {
   alignas(16) char out[WARP_SIZE][MAX_LANE_BYTES];
 };
 
-inline Dim3 block_idx;
+inline Dim3 block_idx;                        // the first of the cluster
 inline Dim3 block_dim;
 inline Dim3 grid_dim;
 
@@ -287,10 +287,13 @@ inline void run_block(Dim3 index, size_t smem_bytes) {
   barrier_arrived = 0;
   memset(dynamic_smem, 0xff, smem_bytes);     // all ones is NaN in fp32, bf16 and fp16: reading before writing shows
   poison_static_smem();
+  const unsigned threads = block_dim.x * block_dim.y * block_dim.z;
   for (unsigned i = 0; i < fibers.size(); i++) {
     Fiber& fiber = fibers[i];
+    const unsigned n = i % threads;
     fiber.linear_index = (int)i;
-    fiber.thread_idx = {i % block_dim.x, (i / block_dim.x) % block_dim.y, i / (block_dim.x * block_dim.y)};
+    fiber.thread_idx = {n % block_dim.x, (n / block_dim.x) % block_dim.y, n / (block_dim.x * block_dim.y)};
+    fiber.block_idx = {index.x + i / threads, index.y, index.z};
     fiber.done = false;
     fiber.stack_pointer = fresh_stack(stacks_at + (size_t)i * STACK_BYTES);
   }
@@ -312,11 +315,12 @@ struct Stacks {
   ~Stacks() { munmap(stacks_at, stacks_bytes); }
 };
 
-// Runs body() once for every thread of the grid; `body` is a lambda that calls the kernel with its arguments.
-inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void()> body) {
+// Runs body() once for every thread of the grid; `body` is a lambda that calls the kernel with its arguments. cluster: blocks along x.
+inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void()> body, unsigned cluster = 1) {
   static std::atomic_flag launching = ATOMIC_FLAG_INIT;
   if (launching.test_and_set()) abandon("two threads launch kernels of one library at once");
-  const size_t threads = (size_t)block.x * block.y * block.z;
+  if (grid.x % cluster) abandon("a grid that is no multiple of its clusters");
+  const size_t threads = (size_t)block.x * block.y * block.z * cluster;
   grid_dim = grid;
   block_dim = block;
   kernel_body = &body;
@@ -329,7 +333,7 @@ inline void launch(Dim3 grid, Dim3 block, size_t smem_bytes, std::function<void(
 
   for (unsigned z = 0; z < grid.z; z++) {
     for (unsigned y = 0; y < grid.y; y++) {
-      for (unsigned x = 0; x < grid.x; x++) run_block({x, y, z}, smem_bytes);
+      for (unsigned x = 0; x < grid.x; x += cluster) run_block({x, y, z}, smem_bytes);
     }
   }
   free(dynamic_smem);
@@ -369,7 +373,7 @@ template <class To, class From> inline void* memcpy(To* to, const From* from, si
 #define __shared__ static __attribute__((section("kcpu_shared")))  // one block at a time, so one copy is enough
 
 #define threadIdx (kcpu::fibers[kcpu::current].thread_idx)
-#define blockIdx (kcpu::block_idx)
+#define blockIdx (kcpu::fibers[kcpu::current].block_idx)
 #define blockDim (kcpu::block_dim)
 #define gridDim (kcpu::grid_dim)
 

@@ -1,6 +1,6 @@
 """The sum over ranks on the CPU shim: two to four processes, one library each, regions in shared memory.
 
-Every block of a rank runs to its end before the next, so this shows index arithmetic, epochs, places and turns; it shows
+Every block or cluster of a rank runs to its end before the next, so this shows index arithmetic, epochs, places and turns; it shows
 nothing of weak memory or of speed.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from runtime.kernels_cu import all_reduce as kernel
+from runtime.kernels_cu import dense
 from runtime.kernels_cu._build import ARCHITECTURES, build, nvrtc_version
 from runtime.kernels_np import dense as define
 from runtime.shared import SharedBlock
@@ -27,16 +28,16 @@ HIDDEN = 512  # 64 vectors
 needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC library (pip install nvidia-cuda-nvrtc cuda-bindings)")
 
 
-def config_for(world: int, threads: int = 32, vecs: int = 2) -> kernel.Config:
-    return kernel.Config(world, threads, vecs, blocks=8, rows=24)
+def config_for(world: int, threads: int = 32, vecs: int = 2, clusters: bool = True) -> kernel.Config:
+    return kernel.Config(world, threads, vecs, blocks=8, rows=24, clusters=clusters)
 
 
 class World:
     """The regions of a group, and a rank's view of them."""
 
-    def __init__(self, config: kernel.Config, lib: ctypes.CDLL, spins: int = 2_000_000) -> None:
+    def __init__(self, config: kernel.Config, lib: ctypes.CDLL, spins: int = 2_000_000, hidden: int = HIDDEN) -> None:
         self.config, self.lib, self.spins = config, lib, spins
-        size = config.region_bytes(HIDDEN)
+        size = config.region_bytes(hidden)
         assert (lib.cpu_region_bytes(), lib.cpu_state_bytes()) == (size, config.state_bytes())
         self.blocks = [SharedBlock.create(size) for _ in range(config.world)]
         self.regions = [block.array(0, size) for block in self.blocks]
@@ -47,8 +48,8 @@ class World:
         return kernel.Ranks(rank, at, state.ctypes.data, told.ctypes.data, self.spins), state, told
 
 
-def parts_of(world: int, m: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((world, m, HIDDEN)).astype(bf16)
+def parts_of(world: int, m: int, seed: int, hidden: int = HIDDEN) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((world, m, hidden)).astype(bf16)
 
 
 def sum_of(parts: np.ndarray) -> np.ndarray:
@@ -125,6 +126,36 @@ def test_blocks_with_many_rows_take_them_in_batches(shim: Callable[..., ctypes.C
         assert on_ranks(world, lambda rank, w=w, dead=dead: run_steps(w, rank, steps, dead)) == [[]] * world  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(("threads", "vecs", "clusters"), [(128, 1, True), (64, 2, True), (64, 2, False)])
+def test_a_sum_and_its_norm_in_one_kernel_have_the_bits_of_two(
+    shim: Callable[..., ctypes.CDLL], threads: int, vecs: int, clusters: bool
+) -> None:
+    """Whether four blocks, two or one have a row, by one shot or two: dense.cu's with a vector a thread."""
+    hidden = 1024
+    config = kernel.Config(2, threads, vecs, blocks=16, rows=24, clusters=clusters)
+    w = World(config, shim("all_reduce_entry.cu", config.defines(hidden)), hidden=hidden)
+    apart = shim("dense_entry.cu", dense.Config(hidden // 8, 1).defines())
+    shots = [(kernel.one_shot, m) for m in (4, 8, 11)] + [(kernel.two_shot, 18)]
+    calls = [shot(config, m, hidden, w.rank(0)[0], part=0, norm=kernel.Norm(0, 0, 0, EPS)) for shot, m in shots]
+    assert [call.cluster for call in calls] == ([4, 2, 1, 1] if clusters else [1] * 4)
+
+    def differing(rank: int) -> list[str]:
+        ranks, _, _ = w.rank(rank)
+        found = []
+        for n, (shot, m) in enumerate(shots):
+            parts, rng = parts_of(2, m, n, hidden), np.random.default_rng(50 + n)
+            x, weight = rng.standard_normal((m, hidden)).astype(bf16), rng.standard_normal(hidden).astype(bf16)
+            own, total, want_x, out, want = parts[rank].copy(), sum_of(parts), x.copy(), poisoned(m, hidden), poisoned(m, hidden)
+            norm = kernel.Norm(x.ctypes.data, weight.ctypes.data, out.ctypes.data, EPS)
+            run_call(w.lib, shot(config, m, hidden, ranks, part=own.ctypes.data, norm=norm))
+            at = {"x": want_x.ctypes.data, "delta": total.ctypes.data, "w": weight.ctypes.data, "out": want.ctypes.data}
+            run_call(apart, dense.add_rms_norm(dense.Config(hidden // 8, 1), m, hidden, EPS, **at))
+            found += [f"call {n}: {name}" for name, a, b in (("x", x, want_x), ("out", out, want)) if a.tobytes() != b.tobytes()]
+        return found
+
+    assert on_ranks(2, differing) == [[], []]
+
+
 def test_more_than_four_ranks_poll_in_halves(shim: Callable[..., ctypes.CDLL]) -> None:
     config = config_for(5)
     w = World(config, shim("all_reduce_entry.cu", config.defines(HIDDEN)))
@@ -165,6 +196,7 @@ def test_a_rank_that_does_not_come_is_named_and_waited_for_once(shim: Callable[.
         ("g.of[peer]->sums[m + t * owned_step][i] = packed;", "if (peer) g.of[peer]->sums[m + t * owned_step][i] = packed;"),
         ("const uint4 v = s == g.rank ? mine[n] : ", "const uint4 v = s == 0 ? mine[n] : "),
         ("(threadIdx.x == 0) g.state->one[unit] = epoch;", "(threadIdx.x == 0) g.state->one[unit] = 1;"),
+        ("read_w(have, r, piece * count, count);", "read_w(have, r, 0, count);"),
     ],
 )
 def test_planted_faults_are_found(tmp_path: Any, old: str, new: str) -> None:
@@ -191,6 +223,8 @@ def test_configurations_are_checked() -> None:
     with pytest.raises(ValueError, match="rank 0 with 3 regions, built for 2"):
         kernel.one_shot(config, 1, HIDDEN, kernel.Ranks(0, [0, 0, 0], 0, 0), part=0)
     assert kernel.candidates(8, 7168, 132)[0] == kernel.Config(8, 224, 4, 128) and kernel.candidates(2, 7168, 132)[0].threads == 896
+    archs = {arch: kernel.candidates(2, 7168, 132, arch)[0].clusters for arch in ARCHITECTURES}
+    assert archs == {"sm_80": False, "sm_89": False, "sm_90a": True, "sm_100a": True, "sm_120a": True}
 
 
 @needs_nvrtc

@@ -52,3 +52,13 @@ def test_mutation_a_function_that_forgets_fails(driver):
     large, _ = prepare(Function("f", 7, None), 100 << 10), prepare(Function("f", 7, None), 60 << 10)
     with pytest.raises(LaunchError, match="launch of f: CUDA error 1"):
         large.run(0)
+
+
+@pytest.mark.parametrize(
+    ("pdl", "cluster", "want"), [(True, 1, [(6, [1, 0, 0])]), (False, 4, [(4, [4, 1, 1])]), (True, 2, [(6, [1, 0, 0]), (4, [2, 1, 1])])]
+)
+def test_a_launch_has_the_attributes_that_it_needs(driver, pdl, cluster, want):
+    launch = Launch(Function("f", 7, None), (8, 1, 1), (32, 1, 1), 0, (), pdl, cluster=cluster)
+    config = _launch._LaunchConfig.from_buffer(launch._config)
+    given = (_launch._Attribute * config.count).from_address(config.attributes)
+    assert [(one.id, list(one.value)[:3]) for one in given] == want and (cluster > 1) == (f"clusters of {cluster}" in str(launch))

@@ -6,6 +6,7 @@ So they are tested and sanitized where there is one device. tests/test_ranks_gpu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from runtime.kernels_cu import all_reduce, sample_ranks
 from runtime.kernels_cu.all_reduce import Ranks
+from runtime.kernels_cu.device import arch_of_device
 from runtime.shared import LINE, SharedBlock, Watch
 from runtime.shared_comm import SharedComm
 from tests.forks import on_ranks
@@ -29,13 +31,14 @@ DRAWS = sample_ranks.Config(WORLD, 64, 4)
 REGION_BYTES = {"sums": SUMS.region_bytes(of_sums.HIDDEN), "draws": DRAWS.region_bytes(), "rows": DRAWS.region_bytes()}
 
 
-def sums(get: Get, rank: int, regions: Sequence[int], meet: Callable[[], Any], spins: int) -> list[str]:
+def sums(get: Get, rank: int, regions: Sequence[int], meet: Callable[[], Any], spins: int, arch: str = "sm_90a") -> list[str]:
     """What was wrong with any of the sums of one rank."""
     state, told = np.zeros(SUMS.state_bytes() // 4, np.uint32), np.zeros(1, np.uint32)
     seat = Ranks(rank, regions, state.ctypes.data, told.ctypes.data, spins), state, told
-    library = get("all_reduce_entry.cu", SUMS.defines(of_sums.HIDDEN))
+    config = replace(SUMS, clusters=all_reduce.has_clusters(arch))
+    library = get("all_reduce_entry.cu", config.defines(of_sums.HIDDEN))
     meet()
-    return [wrong for dead in (False, True) for wrong in of_sums.walk(SUMS, library, seat, of_sums.MIXED, dead)]
+    return [wrong for dead in (False, True) for wrong in of_sums.walk(config, library, seat, of_sums.MIXED, dead)]
 
 
 def draws(get: Get, rank: int, regions: Sequence[int], meet: Callable[[], Any], spins: int) -> list[of_draws.Found]:
@@ -95,7 +98,8 @@ def on_device(way: str, path: str, rank: int) -> Any:
             why = why or f"a handle is not opened: {error}"
     if host.gather_bytes(bytes([not why])) != [b"\1"] * WORLD:
         return f"CUDA IPC does not work here: {why or 'the other process says so'}"
-    found = WAYS[way](gpu_calls(), rank, regions, lambda: host.gather_bytes(b"\0"), all_reduce.SPINS)
+    more = {"arch": arch_of_device()} if way == "sums" else {}
+    found = WAYS[way](gpu_calls(), rank, regions, lambda: host.gather_bytes(b"\0"), all_reduce.SPINS, **more)
     host.gather_bytes(b"\0")  # nobody's memory goes while another may write into it
     return found
 
