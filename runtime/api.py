@@ -327,7 +327,7 @@ class LLM:
                 request_id=group[0].id.partition("-")[0],
                 prompt=text,
                 prompt_token_ids=tuple(tokens),
-                outputs=tuple(_completion(i, request, collected[request.id]) for i, request in enumerate(group)),
+                outputs=tuple(_completion(i, request, collected[request.id], self.loaded.engine.dead) for i, request in enumerate(group)),
                 num_cached_tokens=max(collected[r.id].cached for r in group),
             )
             for (text, tokens, _), group in zip(jobs, made, strict=True)
@@ -342,10 +342,12 @@ class LLM:
                 self.loaded.engine.step()
 
 
-def _completion(index: int, request: Request, got: _Collected) -> CompletionOutput:
+def _completion(index: int, request: Request, got: _Collected, dead: BaseException | None) -> CompletionOutput:
+    """Raises RuntimeError for a request that failed, with what the engine died of."""
     last = got.last
     if last is None or last.finish == "error":
-        raise RuntimeError(f"request {request.id} failed: {last.error if last else 'no emission'}")
+        why = f": {type(dead).__name__}: {dead}" if dead else ""
+        raise RuntimeError(f"request {request.id} failed: {last.error if last else 'no emission'}{why}") from dead
     wanted = request.sampling.logprobs is not None
     return CompletionOutput(
         index=index,

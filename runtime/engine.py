@@ -17,6 +17,7 @@ from runtime.config import EngineConfig
 from runtime.cycle import Cycle, Delivery
 from runtime.env import load_env
 from runtime.executor import Captures, Executor, Overlaps, Watched
+from runtime.lives import RankFailed
 from runtime.nvtx import find_ranges
 from runtime.pace import Pace
 from runtime.pages import PagePool
@@ -212,7 +213,7 @@ class Engine:
         computed that had not been before, no token delivered, no request ended.
         """
         if self.dead is not None:
-            return f"{ENGINE_FAILED}: {type(self.dead).__name__}"
+            return f"{ENGINE_FAILED}: {self.dead if isinstance(self.dead, RankFailed) else type(self.dead).__name__}"
         if self._watched is not None and (trouble := self._watched.trouble()) is not None:
             return f"{ENGINE_FAILED}: {trouble}"
         with self._wake:

@@ -86,6 +86,9 @@ def test_the_api_takes_the_size_and_says_it(tiny: str) -> None:
     assert "TP 1, 2 stages" in two.loaded.summary and "stages" not in one.loaded.summary
     want = [o.outputs[0].token_ids for o in one.generate(["abc", "x = 3"], GREEDY)]
     assert [o.outputs[0].token_ids for o in two.generate(["abc", "x = 3"], GREEDY)] == want
+    os.kill(children()[-1], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"failed: .*RankFailed: stage 1 was killed by signal 9"):
+        two.generate(["abc"], GREEDY)
     for pp in (0, 4):
         with pytest.raises(ValueError, match=f"pipeline_parallel_size {pp} does not cut this model; legal: 1 to 3, its layers"):
             LLM(tiny, pipeline_parallel_size=pp)
@@ -113,7 +116,7 @@ def test_a_killed_stage_ends_every_request_with_an_error(two: World) -> None:
         engine.step()
     assert time.monotonic() - begun < 5
     assert {g.finish for g in got.values()} == {"error"}
-    assert "stage 1 was killed by signal 9" in str(engine.dead)
+    assert "stage 1 was killed by signal 9" in str(engine.dead) and str(engine.dead) in str(engine.check_health())
 
 
 def test_a_stage_that_dies_while_nothing_runs_is_noticed_too(two: World) -> None:
