@@ -134,8 +134,9 @@ struct Product {
 #pragma unroll
       for (int n = 0; n < OCTETS; ++n) sum[t][n][0] = sum[t][n][1] = sum[t][n][2] = sum[t][n][3] = 0.f;
     smem_t done = base;
+    int box = 0;
 #pragma unroll 1
-    for (int box = 0; box < boxes; ++box) {
+    do {                                                  // where none might run, ptxas copied the sums at the loop's end, before the wait
       bar_wait(base + kFull + 8 * slot, phase);
       const uint64_t a = box_operand(base + slot * kSlot + group * TALL * 8192, 16, 1024), b = box_operand(base + slot * kSlot + kWeights, 16, 1024);
       wgmma_fence();
@@ -151,8 +152,13 @@ struct Product {
         slot = 0;
         phase ^= 1;
       }
-    }
+    } while (++box < boxes);
     wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 4 * kUnits; ++i) {                // no read of a sum moves before the wait
+      float& v = sum[i / 4 / OCTETS][i / 4 % OCTETS][i % 4];
+      v = held(v);
+    }
     if (lane == 0) bar_arrive(done);
   }
 
