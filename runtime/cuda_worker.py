@@ -22,7 +22,7 @@ from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.kernels_cu.sample import check_tables
 from runtime.kernels_cu.tree_paths import check_plan
-from runtime.plan import DraftLayout, PlanLayout, pack_draft, pack_plan
+from runtime.plan import DraftLayout, Packer, PlanLayout
 from runtime.types import MAX_LOGPROBS, Array, DraftLogits, DraftPlan, StepPlan, StepResult
 from runtime.worker import Limits, undrawn
 
@@ -58,6 +58,7 @@ class CudaWorker:
         top = min(MAX_LOGPROBS, limits.vocab_size)
         self._layout, self._plan = layout, StepFields(driver, layout)
         self._fields: list[Fields] = [self._plan]
+        self._pack_step = Packer(layout, self._plan.blob.host).pack
         results = Results(driver, limits.max_rows, result_columns(top) if model.draws else {})
         outs = [(rows, out) for rows in self.sizes for out in out_sizes(rows, seqs)]
         self._steps = Programs("step", outs, driver, lambda rows, out: recording.step(self._plan, results, rows, out, top))
@@ -72,6 +73,7 @@ class CudaWorker:
         self._draft_layout = DraftLayout(seqs, self._layout.max_pages, self.limits.max_rows)
         self._draft_plan = DraftFields(driver, self._draft_layout)
         self._fields.append(self._draft_plan)
+        self._pack_draft = Packer(self._draft_layout, self._draft_plan.blob.host).pack
         noted, drafts = Results(driver, 0, {}), Results(driver, seqs * depth, draft_columns(top))
         plan, taps = self._draft_plan, next(iter(self._steps)).arrays["taps"]
         counts = [(rows, 0) for rows in self.sizes]
@@ -116,7 +118,7 @@ class CudaWorker:
             check_plan(plan, self.backend.paths)
         check_tables(plan.adjust_seq, plan.adjust_row, plan.mask_rows)
         program = self.program_of(plan.m, len(plan.out_rows))
-        pack_plan(plan, self._layout, self._plan.blob.host)
+        self._pack_step(plan)
         number = self._next()
         self._plan.set_number(number)
         launch = Launch(program.results, number, self._deadline_s, f"step of {plan.m} rows")
@@ -139,7 +141,7 @@ class CudaWorker:
         self._enter()
         self._settle()
         if taps or streams:
-            pack_draft(plan, self._draft_layout, self._draft_plan.blob.host)
+            self._pack_draft(plan)
             number = self._next()
             self._draft_plan.set_number(number)  # one for both launches: the first may read it after the second was made
         if taps:
@@ -191,10 +193,10 @@ class CudaWorker:
         self._settle()
         number = self._next()
         if program.kind == "step":
-            pack_plan(step, self._layout, self._plan.blob.host)
+            self._pack_step(step)
             self._plan.set_number(number)
         else:
-            pack_draft(draft, self._draft_layout, self._draft_plan.blob.host)
+            self._pack_draft(draft)
             self._draft_plan.set_number(number)
         program.graph.launch()
         program.results.wait(number, self._deadline_s, program.name)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from runtime.plan import DraftLayout, PlanLayout, PlanOverflow, pack_draft, pack_plan, unpack_draft, unpack_plan
+from runtime.plan import STEP_FIELDS, DraftLayout, Packer, PlanLayout, PlanOverflow, pack_draft, pack_plan, unpack_draft, unpack_plan
 from runtime.types import DraftPlan, StepPlan
 from tests.plans import make_plan, page_table, random_parents
 
@@ -46,6 +46,25 @@ def test_round_trip_over_a_dirty_blob() -> None:
         assert equal(unpack_plan(blob, LAYOUT), plan)
     other = sample_plan(999)
     assert not equal(unpack_plan(blob, LAYOUT), other)
+
+
+def test_what_comes_again_is_not_written_again() -> None:
+    """Plan after plan over one blob, some arrays the very ones of the plan before: read back as made, also after one too large."""
+    blob, rng = np.full(LAYOUT.nbytes, 0xFF, np.uint8), np.random.default_rng(3)
+    packer, plan = Packer(LAYOUT, blob), sample_plan(0)
+    for seed in range(50):
+        other = sample_plan(seed)
+        plan = replace(plan, bucket=seed, **{name: getattr(other, name) for name in STEP_FIELDS if rng.random() < 0.5})
+        if seed % 7 == 0:
+            with pytest.raises(PlanOverflow, match="moves"):
+                packer.pack(replace(other, moves=np.zeros((LAYOUT.max_moves + 1, 2), np.int32)))
+            with pytest.raises(ValueError, match="the blob begins with"):
+                unpack_plan(blob, LAYOUT)
+        packer.pack(plan)
+        assert equal(unpack_plan(blob, LAYOUT), plan)
+    blob[LAYOUT.offsets()[0]["token"]] ^= 1
+    packer.pack(plan)
+    assert not equal(unpack_plan(blob, LAYOUT), plan), "the fault stays: nothing was written"
 
 
 def test_offsets_depend_on_the_layout_alone() -> None:
