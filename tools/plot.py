@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,6 +114,19 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def shortened(svg: str) -> str:
+    """With places to a hundredth of a point, which nobody sees. Numbers below 1 may be scales and stay."""
+    short = re.sub(r"(?<=[\s\"(,-])[1-9]\d*\.\d{3,}(?=[\s\"),])", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
+    return re.sub(r" +\n", "\n", short)
+
+
+def save(figure: Any, path: Path) -> None:
+    """As SVG."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    path.write_text(shortened(drawn.getvalue()), encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python tools/plot.py", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = plan_buckets(config, args.tp, BUCKETS, args.ctx, hw)
         title = f"Floor of a step, {args.config} at TP {args.tp} on {hw.name}: computed, not measured"
         figure = draw_floor(steps, config.experts, config.top_k, title)
-    figure.savefig(args.out, metadata={"Date": None})
+    save(figure, args.out)
     print(f"wrote {args.out}")
     return 0
 

@@ -128,7 +128,7 @@ def _ms(us: float) -> str:
 
 def draw(steps: Sequence[Step], path: Path, title: str) -> None:
     """Stacked times by stage over M; the whole step and its floor as lines. Needs the extra `plot`."""
-    from tools.plot import _pyplot
+    from tools.plot import _pyplot, save
 
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
@@ -142,7 +142,7 @@ def draw(steps: Sequence[Step], path: Path, title: str) -> None:
     axis.set_xticks(rows[::2], [str(m) for m in rows[::2]])
     axis.minorticks_off()
     axis.legend(loc="upper left", frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
     pyplot.close(figure)
 
 

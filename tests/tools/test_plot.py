@@ -10,7 +10,7 @@ import pytest
 
 from runtime.hw import find_hardware
 from runtime.planning import plan_buckets
-from tools.plot import BUCKETS, main, read_sweetspot, stack
+from tools.plot import BUCKETS, main, read_sweetspot, shortened, stack
 from tools.roofline import read_config
 
 
@@ -29,6 +29,12 @@ def test_equal_runs_draw_equal_bytes(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
         assert main(["floor", "--config", "demo", "--tp", "1", "--out", str(tmp_path / name)]) == 0
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_places_are_short_and_scales_stay() -> None:
+    assert shortened('M 10.123456 -2.5 \nL 3.999999 460.8"/><g transform="translate(7.0625 0.015625) scale(0.015625)">') == (
+        'M 10.12 -2.5\nL 4 460.8"/><g transform="translate(7.06 0.015625) scale(0.015625)">'
+    )
 
 
 def write_records(path: Path) -> Path:
