@@ -35,12 +35,12 @@ HARDWARE: dict[str, Hardware] = {
     hw.name: hw
     for hw in (
         Hardware(
-            "h200", 4.54e12, 751e12, 150.1e9, 367e9, 5.5,
-            "measured 2026-11-29: best read of 8 GiB, 8192³ bf16 product, peer copy; link_us: one-shot all-reduce of 14 KiB on two GPUs, "
-            "by a forerunner of all_reduce.cu",
+            "h200", 4.54e12, 751e12, 150.1e9, 367e9, 2.25,
+            "measured 2026-11-29: best read of 8 GiB, 8192³ bf16 product, peer copy; link_us: one_shot of all_reduce.cu, 14 KiB, two GPUs, "
+            "2026-11-30, tools/results/allreduce_h200x2.jsonl",
         ),
-        Hardware("h100", 3.35e12, 989e12, 80e9, 450e9, 5.5, "H100 SXM datasheet; link_us as measured on the H200"),
-        Hardware("b200", 8.0e12, 2250e12, 180e9, 900e9, 5.5, "B200 datasheet; link_us as measured on the H200"),
+        Hardware("h100", 3.35e12, 989e12, 80e9, 450e9, 2.25, "H100 SXM datasheet; link_us as measured on the H200"),
+        Hardware("b200", 8.0e12, 2250e12, 180e9, 900e9, 2.25, "B200 datasheet; link_us as measured on the H200"),
         Hardware(
             "rtx-pro-6000", 1.79e12, 503e12, 96e9, 64e9, 20.0,
             "RTX PRO 6000 Blackwell datasheet, PCIe 5.0 x16; link_us is an assumption",

@@ -164,9 +164,11 @@ def run_rank(args: argparse.Namespace) -> int:
         host.gather_bytes(b"\0")
     source: dict[str, Any] = {}
     if args.rank == 0:
+        from runtime.kernels_cu._build import digest
+        from runtime.kernels_cu.all_reduce import SOURCE
         from tools.bench_moe import provenance
 
-        source = provenance(args.commit)
+        source = provenance(args.commit) | {"src": digest(SOURCE)}
         print("    M      bytes   ours     by          nccl  fused  apart   (µs)")
     for rows in args.rows:
         found = bench.measure(rows)

@@ -43,6 +43,15 @@ def planned_device_bytes(setup: Setup, hw: Hardware) -> tuple[int, int]:
     return memory.weight_bytes, memory.weight_bytes + cache + more
 
 
+def shortened(value: Any) -> Any:
+    """A record with every fraction to five digits: no timer gives more."""
+    if isinstance(value, dict):
+        return {name: shortened(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [shortened(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def run_rank(args: argparse.Namespace) -> int:
     from runtime.cuda_loading import open_driver
 
@@ -77,7 +86,7 @@ def run_rank(args: argparse.Namespace) -> int:
             row = {"M": step.M, "ms": step.us / 1e3, "floor_us": floor_us, "link_us": link_us, "share": share, "comm_us": comm_us}
             ops = {name: asdict(op) for name, op in step.ops.items()}
             with args.json.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({**common, **row, "ranks_us": [min(all_us), max(all_us)], "ops": ops}) + "\n")
+                out.write(json.dumps(shortened({**common, **row, "ranks_us": [min(all_us), max(all_us)], "ops": ops})) + "\n")
     return 0
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.bench_report import markdown_table, read_records
-from tools.gpu_report import linear_table, mla_table, step_table
+from tools.gpu_report import linear_table, mla_table, ranks_table, step_table
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results"
@@ -70,7 +70,7 @@ def _us(ms: float) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "bench_serve": serve_table, "moe": moe_table, "step": step_table, "mla": mla_table, "linear": linear_table,
+    "bench_serve": serve_table, "moe": moe_table, "step": step_table, "mla": mla_table, "linear": linear_table, "ranks": ranks_table,
 }  # fmt: skip
 
 

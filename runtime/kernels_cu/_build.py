@@ -69,6 +69,12 @@ def include_closure(name: str) -> dict[str, str]:
     return found
 
 
+def digest(name: str) -> str:
+    """Twelve hex digits of everything that a source is compiled from."""
+    parts = [read_source(name), *(text for _, text in sorted(include_closure(name).items()))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
 def build(name: str, defines: Mapping[str, int], arch: str, allow_spills: bool = False) -> Cubin:
     """Compiles `name` for `arch`, or takes it from the cache.
 
