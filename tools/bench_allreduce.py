@@ -5,7 +5,8 @@
     python tools/bench_allreduce.py --ranks 4 --json tools/results/allreduce_h200x4.jsonl
 
 A record: ranks, M, bytes, ours_us (the fastest of one_shot and two_shot), nccl_us, fused_us (with residual and norm), apart_us (the sum
-by the fastest way, then add_rms_norm), and what each configuration took. NVLink multicast stays off, for NCCL too.
+by the fastest way, then add_rms_norm), and what each configuration took, one_shot's norm also with a block for each row. NVLink
+multicast stays off, for NCCL too.
 """
 
 from __future__ import annotations
@@ -89,12 +90,13 @@ class Bench:
         self.put(rows, residual)
         Chain((self.run_of(self.ways(rows)[-1], rows), self._add_norm(rows))).run(self.device.stream)
         apart = self.get(self.out, rows)
-        for config in self.configs:
+        for config in (*self.configs, *(replace(config, clusters=False) for config in self.configs if config.clusters)):
             for way in self.ways(rows):
-                for norm in (False, True):
+                for norm in (False, True) if config.clusters == self.configs[0].clusters else (True,):
                     self.put(rows, residual)
                     self.run_of(way, rows, config, norm).run(self.device.stream)
-                    name = f"rank {self.rank}: {way} of {rows} rows, {config.threads} x {config.vecs}{', normed' if norm else ''}"
+                    how = f"{', normed' if norm else ''}{', clusters' if config.clusters else ''}"
+                    name = f"rank {self.rank}: {way} of {rows} rows, {config.threads} x {config.vecs}{how}"
                     if not norm:
                         self.equal(name, self.get(self.part, rows), want)
                         continue
@@ -135,12 +137,15 @@ class Bench:
             name = f"{config.threads}x{config.vecs}"
             by_config[name] = {way: round(self.us(self.run_of(way, rows, config)), 2) for way in self.ways(rows)}
             by_config[name] |= {f"{way}_norm": round(self.us(self.run_of(way, rows, config, True)), 2) for way in self.ways(rows)}
+            if config.clusters and self.peers.ONE in self.ways(rows):
+                alone = self.run_of(self.peers.ONE, rows, replace(config, clusters=False), True)
+                by_config[name]["one_shot_norm_one_block"] = round(self.us(alone), 2)
         nccl = self.us(self.run_of(self.peers.LARGE, rows))
-        plain = {(name, way): us for name, found in by_config.items() for way, us in found.items() if not way.endswith("_norm")}
+        plain = {(name, way): found[way] for name, found in by_config.items() for way in self.ways(rows)}
         best = min(plain, key=lambda key: plain[key])
         config = next(c for c in self.configs if f"{c.threads}x{c.vecs}" == best[0])
         fastest = self.run_of(best[1], rows, config) if plain[best] <= nccl else self.run_of(self.peers.LARGE, rows)
-        fused = min(us for found in by_config.values() for way, us in found.items() if way.endswith("_norm"))
+        fused = min(found[f"{way}_norm"] for found in by_config.values() for way in self.ways(rows))
         apart = round(self.us(fastest, self._add_norm(rows)), 2)
         return {
             "ranks": self.world, "M": rows, "bytes": 2 * rows * HIDDEN,

@@ -209,12 +209,12 @@ __device__ __forceinline__ void one_shot(float* part, const Group& g, const Rows
   const int unit = blockIdx.x, row = unit / r.parts, piece = unit % r.parts, count = ROW_VECTORS / r.parts, lane = threadIdx.x % 32;
   const size_t at = (size_t)row * ROW_VECTORS + piece * count;
   Residual have;
+  pdl_trigger();
   if (NORM) {
     for (int i = threadIdx.x; i < kGroups; i += blockDim.x) part[i] = kAbsent;
     cluster_arrive();
     read_w(have, r, piece * count, count);                // a constant: no kernel before writes it
   }
-  pdl_trigger();
   pdl_wait();
   const uint32_t epoch = g.state->one[unit] + 1;
   const bool wait = g.state->failed == 0, skip = dead(r.seq, row);
