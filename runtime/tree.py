@@ -202,12 +202,12 @@ def _candidates(budget: int, depth: int, choices: int) -> _Candidates | None:
     place = np.empty(count, np.int64)
     place[order] = np.arange(count)
     starts = np.cumsum([0, *map(len, levels)])
-    above = [np.full(widest, count), *(place[first + up] for first, up in zip(starts, parents[1:], strict=False))]
+    uppers = [np.full(widest, count), *(place[first + up] for first, up in zip(starts, parents[1:], strict=False))]
     depths = np.count_nonzero(tuples >= 0, axis=1)
     places = np.arange(deep)[:, None] * (choices + 1) + np.where(tuples >= 0, tuples, choices).T if count <= SORTED else None
     ranks = tuples[np.arange(count), depths - 1]
     each = tuple((up, paths[:, -1].copy()) for up, paths in zip(parents, levels, strict=True))
-    return _Candidates(places, each, order, np.concatenate(above)[order], depths.astype(np.int16), ranks)
+    return _Candidates(places, each, order, np.concatenate(uppers)[order], depths.astype(np.int16), ranks)
 
 
 def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates) -> Forest:
