@@ -41,6 +41,7 @@ static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes
 constexpr int kWaited = 3;  // boxes waited for before the first is multiplied: no branch in between, 14 clocks a product and 80 a box
 constexpr int kOctets = OCTETS, kAdders = (kN + 31) / 32;  // warps
 constexpr int kThreads = USE_WGMMA ? 384 : 256 + 32 * (PRODUCERS + kAdders), kHearers = 256 + 32 * kAdders;
+constexpr bool kDealt = USE_WGMMA && !MERGE_LATER && !TWO_AN_SM;  // registers anew: products have more than the copier
 constexpr int kMax = (kMoved + 8 + 15) / 16 * 16;
 static_assert(kMax + 8 * kN <= 1024, "the tail of shared memory");
 
@@ -432,10 +433,7 @@ struct Walker {
     named_barrier(3, kHearers);                            // sums are there, maxima are fresh
     stamp(6, threadIdx.x == 0);
     if (split) {
-      if (!MERGE_LATER && threadIdx.x == 0) {              // for all: the barrier is behind their stores
-        __threadfence();
-        add_release(p.arrived + it.counter, 1);
-      }
+      if (!MERGE_LATER && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);  // for all: the barrier is behind their stores
       stamp(7, threadIdx.x == 0);
       return;
     }
@@ -490,7 +488,7 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
 }
 
 #if USE_WGMMA
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1 + TWO_AN_SM)
 tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap queries) {
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_constant__ Params p) {
@@ -499,6 +497,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
+#if EARLY_KEYS
+  const int count = *p.count;                              // the list is older than the kernel ahead of this one
+  Start start{};
+  if (warp == 8) start = find_start(p, count, lane);       // while others make the barriers
+  else prefetch_near(p.items + blockIdx.x);
+#endif
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 32 * PRODUCERS * !USE_WGMMA + USE_WGMMA);
@@ -519,8 +523,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const float scale = held(p.scale_log2);
   __syncthreads();
 #if EARLY_KEYS
-  const int count = *p.count;                              // the list is older than the kernel ahead of this one
-  prefetch_near(p.items + blockIdx.x);
   if (warp != 8) {                                         // the copier waits itself, behind its first keys
     pdl_wait();
     pdl_trigger();
@@ -533,16 +535,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const int count = *p.count;
 #endif
   if (warp >= 8) {
-    fewer_registers<USE_WGMMA && !MERGE_LATER>();
-#if USE_WGMMA
-    if (warp == 8) fill_ring(p, keys, queries, base, count);
+    fewer_registers<kDealt>();
+#if EARLY_KEYS
+    if (warp == 8) fill_ring(p, keys, queries, base, count, start);
+#elif USE_WGMMA
+    if (warp == 8) fill_ring(p, keys, queries, base, count, find_start(p, count, lane));
 #else
     if (warp < 8 + PRODUCERS) fill_ring(p, base, count);
 #endif
     if (warp >= kThreads / 32 - kAdders) add_weights(p, base, count);
     return;
   }
-  more_registers<USE_WGMMA && !MERGE_LATER>();
+  more_registers<kDealt>();
   {
     Walker walker{p, base, warp >> 2, warp & 3, lane >> 2, lane & 3, lane, 0, 0, scale};
     Cursor at{0, 0};
@@ -555,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
       walker.finish(it, warp);
     }
   }
-#if USE_WGMMA && !MERGE_LATER
+#if USE_WGMMA && !MERGE_LATER && !TWO_AN_SM
   lower_registers<168>();                                  // or ptxas gives up the 232 above: 9.6 KB of spills
 #endif
   for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe

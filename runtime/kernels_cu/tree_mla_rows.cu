@@ -315,10 +315,7 @@ struct Walker {
     }
     named_barrier(3, 256);
     stamp(6, threadIdx.x == 0);
-    if (it.splits > 1 && threadIdx.x == 0) {  // for all: the barrier is behind their stores
-      __threadfence();
-      add_release(p.arrived + it.counter, 1);
-    }
+    if (it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);  // for all: the barrier is behind their stores
     stamp(7, threadIdx.x == 0);
   }
 
@@ -344,6 +341,12 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
+#if EARLY_KEYS
+  const int count = *p.count;                              // the list is older than the kernel ahead of this one
+  Start start{};
+  if (warp == 8) start = find_start(p, count, lane);       // while others make the barriers
+  else prefetch_near(p.items + blockIdx.x);
+#endif
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; ++i) {
       bar_init(tail + kFull + 8 * i, 1);
@@ -360,8 +363,6 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   }
   __syncthreads();
 #if EARLY_KEYS
-  const int count = *p.count;                              // the list is older than the kernel ahead of this one
-  prefetch_near(p.items + blockIdx.x);
   if (warp != 8) {                                         // the copier waits itself, behind its first keys
     pdl_wait();
     pdl_trigger();
@@ -375,7 +376,11 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
 #endif
   if (warp >= 8) {
     lower_registers<kCopierRegisters>();
-    if (warp == 8) fill_ring(p, keys, queries, base, count);
+#if EARLY_KEYS
+    if (warp == 8) fill_ring(p, keys, queries, base, count, start);
+#else
+    if (warp == 8) fill_ring(p, keys, queries, base, count, find_start(p, count, lane));
+#endif
     return;
   }
   raise_registers<kProductRegisters>();
@@ -387,7 +392,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   lower_registers<168>();
   for (int i = blockIdx.x; i < count; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe
     const Item it = p.items[i];
-    if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
+    if (it.tiles && it.splits > 1) combine(p, it, warp, lane);
   }
   stamp(11, threadIdx.x == 0);
 }

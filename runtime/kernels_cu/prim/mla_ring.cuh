@@ -42,9 +42,22 @@ __device__ __forceinline__ void wait_queries(smem_t base, const Cursor& first) {
 }
 
 #if USE_WGMMA
+// A block's first item and the cache rows of its first keys.
+struct Start {
+  Item item;
+  int rows;
+};
+__device__ __forceinline__ int look_up(const Params& p, const Item& it, int tile, int lane) {
+  return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys);
+}
+__device__ __forceinline__ Start find_start(const Params& p, int count, int lane) {
+  Start start{p.items[blockIdx.x], 0};                      // asked for beside the count: the list has as many places as there are blocks
+  if ((int)blockIdx.x < count && start.item.tiles) start.rows = look_up(p, start.item, 0, lane);
+  return start;
+}
 // One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
 // are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
-__device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count) {
+__device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count, const Start& first) {
   const smem_t tail = base + kTailAt;
   const int lane = threadIdx.x & 31, column = lane ? (lane - 1) * 64 : kValue;  // of lanes below kBoxes
   const uint64_t once = policy_evict_first(), again = policy_evict_normal();
@@ -54,13 +67,12 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
 #if EARLY_KEYS
   bool started = false;
 #endif
-  Item it = p.items[blockIdx.x];                            // asked for beside the count: the list has as many places as there are blocks
+  Item it = first.item;
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     if (i >= (int)gridDim.x) it = p.items[i];
     if (!it.tiles) continue;
     const uint64_t policy = it.stride > 1 ? again : once;
-    auto look_up = [&](int tile) { return slot_of(p, it.seq, (it.tile0 + tile) * kTile + lane * p.box_keys); };
-    int rows = 0, next = look_up(0);
+    int rows = 0, next = i == (int)blockIdx.x ? first.rows : look_up(p, it, 0, lane);
 #if EARLY_KEYS
     // Keys first: of a block's first item all committed ones that have a place, before the kernel that makes the queries has ended.
     const Cursor start = at;
@@ -87,7 +99,7 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
       const int place = j % batch;
       if (!place) {
         rows = next;
-        next = j + batch < it.tiles ? look_up(j + batch) : 0;
+        next = j + batch < it.tiles ? look_up(p, it, j + batch, lane) : 0;
       }
       int from[4];
 #pragma unroll
@@ -128,7 +140,13 @@ __device__ __forceinline__ float4 lds_partial(smem_t a) {
   return float4{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y)};
 }
 #endif
-constexpr int kUnits = 4 * kN, kUnitBytes = 32 * (int)sizeof(Partial);
+[[maybe_unused]] constexpr int kUnits = 4 * kN, kUnitBytes = 32 * (int)sizeof(Partial);
+
+// A split that has seen the others arrive needs the counter no more; the last makes it 0 for the next launch.
+__device__ __forceinline__ void leave(const Params& p, const Item& it) {
+  stamp(10, threadIdx.x == 0);
+  if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;
+}
 
 // Split `split` of a tile adds up its share of the tile's units, in the order of the keys, once all splits have arrived. Warps 0-7.
 // The share comes through the ring, which nobody needs any more, all splits at once: loads that wait for each other took 2 to 5 us.
@@ -198,8 +216,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const Item& it, 
     }
   }
   named_barrier(4, 256);
-  stamp(10, threadIdx.x == 0);
-  if (threadIdx.x == 0 && atomicAdd(p.arrived + it.counter, 1) == 2 * it.splits - 1) p.arrived[it.counter] = 0;  // the last to leave
+  leave(p, it);
 }
 
 // Ahead of an item, its rows' ancestor words into L1, which the masks would wait 0.5 us for. No branch: ptxas serialises wgmma behind one.

@@ -9,6 +9,12 @@
                       // another. Registers are not dealt anew, so a block takes what it needs and the merge of the layer before fits beside it
 #define MERGE_LATER 0
 #endif
+#ifndef SPREAD        // the plan's even parts: column tiles end to end, so that no block is left over; they read the same keys at different times
+#define SPREAD 0
+#endif
+#ifndef TWO_AN_SM     // tree_mla.cu, 8 columns: a block takes half an SM, so that the next layer's asks for its keys while this one's end and merge
+#define TWO_AN_SM 0
+#endif
 #ifndef SOFTEN_FIRST  // tree_mla_rows.cu: the softmax of an odd tile really runs behind the product of the even one, and a group looks for the boxes of the
                       // other's tile while it waits for something else anyway
 #define SOFTEN_FIRST 0
