@@ -21,7 +21,7 @@ from server.answer import json_response
 from server.chat import chat
 from server.completion import complete
 from server.decode import NotServed
-from server.errors import ApiError, internal
+from server.errors import ApiError, internal, scrub
 from server.info import dashboard_figures, health_generate, server_info
 from server.messages import NOT_SERVED as NOT_IN_MESSAGES
 from server.messages import CountRequest, MessagesRequest, count_tokens, create_message
@@ -132,7 +132,7 @@ def _health(service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
         if service.loaded is None:
             return json_response({"status": "loading"}, 503)
         trouble = service.trouble()
-        return json_response({"status": "ok"}) if trouble is None else json_response({"status": "dead", "reason": trouble}, 503)
+        return json_response({"status": "ok"}) if trouble is None else json_response({"status": "dead", "reason": scrub(trouble)}, 503)
 
     return health
 

@@ -105,7 +105,7 @@ class ScriptedEngine:
             return self._stats.copy()
 
     def check_health(self) -> str | None:
-        return "the engine has failed" if self.dead else None
+        return "the engine has failed: no /srv/models/config.json" if self.dead else None
 
     @property
     def full(self) -> bool:

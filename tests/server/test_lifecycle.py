@@ -96,7 +96,7 @@ def test_a_dead_engine_ends_everything_and_the_exit_code_says_so(start_server: A
     server.engine.step_s = 0.01
     open_streams = streams(server, 4)
     server.engine.dead = True
-    assert server.client.get("/health")[0] == 503
+    assert server.client.get("/health") == (503, {"status": "dead", "reason": "the engine has failed: no <path>"})
     start = time.monotonic()
     bodies = [response.read().decode() for response in open_streams]
     assert all('"error"' in body and body.endswith("data: [DONE]\n\n") for body in bodies)
