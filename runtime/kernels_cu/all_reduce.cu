@@ -4,8 +4,9 @@
 //   two_shot   row m's owner collects it, sums it, and sends the sum to all                                  large M
 //
 // Partition: a block is a unit. one_shot: unit = a row, or one of `parts` equal pieces of it; where a norm follows they are a cluster,
-// and a warp tells its sum of squares to all of them (cluster.cuh). Before sm_90 a normed row is one block. two_shot: block b has rows b, b + grid, ...; the j-th of them is owned by rank (b + j) mod WORLD. Block b waits for block b of the other
-// ranks and for nothing else, so ranks launch equal grids, all of whose blocks are resident.
+// and a warp tells its sum of squares to all of them (cluster.cuh). Before sm_90 a normed row is one block. two_shot: block b has
+// rows b, b + grid, ...; the j-th of them is owned by rank (b + j) mod WORLD. Block b waits for block b of the other ranks and for
+// its cluster, so ranks launch equal grids, all of whose blocks are resident.
 //
 // one_shot's packets (16 bytes): {4 bytes of data, epoch, 4 bytes of data, epoch}. A reader polls the packet itself. Places take
 // turns by the epoch's parity: a place is written again at epoch e + 2, when this block has had everybody's data of e + 1, which
