@@ -21,7 +21,7 @@ from runtime.kernels_cu._tensor_map import tensor_map
 from runtime.kernels_cu.tree_mla_config import TILE, VALUE, WIDTH, Config, Dims, most_tiles, slot_room
 
 ENTRIES = ("tree_mla_plan", "tree_mla")
-MERGE, MERGERS = "tree_mla_merge", 4  # an entry of builds with MERGE_LATER; its blocks an item, kMergers
+MERGE = "tree_mla_merge"  # an entry of builds with MERGE_LATER
 MERGE_THREADS, MERGE_SMEM = 256, 49 << 10  # it uses 7 KB, but asks for tree_mla's division of an SM's memory: the two stand side by side
 
 
@@ -129,7 +129,8 @@ def layer_call(
 
 def merge_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float) -> Call:
     """What follows `layer_call` where `merges_later`."""
-    return Call(MERGE, (MERGERS * blocks, 1, 1), MERGE_THREADS, 0, (fill_params(dims, config, at, scale, blocks)[1],))
+    mergers = 2 if config.octets == 1 else 4  # kMergers
+    return Call(MERGE, (mergers * blocks, 1, 1), MERGE_THREADS, 0, (fill_params(dims, config, at, scale, blocks)[1],))
 
 
 def plan_launch(kernels: Kernels, at: Mapping[str, int], keep: tuple[Any, ...] = ()) -> Launch:

@@ -4,7 +4,8 @@
 #pragma once
 
 #if MERGE_LATER
-constexpr int kMergers = 4, kAtOnce = 4;  // blocks an item, as many as an SM holds: the kernel behind may start; parts that a warp asks for at once
+// Blocks an item: with 8 columns as many as an SM holds beside tree_mla's, so that all wait there already; parts that a warp asks for at once.
+constexpr int kMergers = OCTETS == 1 ? 2 : 4, kAtOnce = 4;
 
 // Of a lane's two columns: maxima, sums of weights, and what the weights were multiplied with.
 struct Sum {
@@ -70,11 +71,12 @@ __device__ __forceinline__ Sum gather(const Params& p, const Item& it, int unit,
 extern "C" __global__ void __launch_bounds__(256, PART_F32 ? 3 : 4) tree_mla_merge(const __grid_constant__ Params p) {
   __shared__ Sum sums[7][32];                              // of all but a team's first warp; with a kilobyte of the system's they are one box
   const int lane = threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+  pdl_trigger();                                           // the next layer's blocks enter as tree_mla's leave, and ask for their keys
+  const int count = *p.count;                              // the list is older than tree_mla, which let this kernel start behind its own wait
+  Item it = p.items[blockIdx.x / kMergers];
   pdl_wait();
-  pdl_trigger();
-  const int count = *p.count;
   for (int i = blockIdx.x / kMergers; i < count; i += gridDim.x / kMergers) {
-    const Item it = p.items[i];
+    if (i >= (int)gridDim.x / kMergers) it = p.items[i];
     if (!it.tiles || it.splits < 2) continue;
     const int share = it.split * kMergers + blockIdx.x % kMergers, shares = it.splits * kMergers;
     const int u1 = kUnits * (share + 1) / shares, team = it.splits > 16 ? 8 : it.splits > 8 ? 4 : it.splits > 4 ? 2 : 1;

@@ -81,11 +81,15 @@ SPLIT = {"buckets": (72, 16, 4), "chunk": 70}  # two key tiles, each a split of 
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(Config(1, 26), id="columns", marks=pytest.mark.slow), pytest.param(Config(8, 18, rows=True, chunk=1), id="rows")],
+    [
+        pytest.param(Config(1, 26, chunk=1, trials=ENDS), id="columns", marks=pytest.mark.slow),
+        pytest.param(Config(8, 18, rows=True, chunk=1, trials=ENDS[:1]), id="rows"),
+    ],
 )
 def test_the_model_is_the_definitions(make, maps, monkeypatch, config):  # noqa: F811
-    """On the shim, through the recorder; without the last launch, a layer's merge, it is not."""
+    """On the shim, through the recorder; without the last launch, a layer's merge or the layer, it is not."""
     monkeypatch.setattr(record_attention, "_config", lambda r, dims: config)
+    monkeypatch.setattr(record_attention, "served", lambda config, *_: config)
     room = {"positions": 96, "pages": 13}
     check_story(make(**room), VOCAB, **SPLIT)
     with pytest.raises(AssertionError):
