@@ -33,6 +33,8 @@ class _Window:
 
     def part(self, first: int, last: int) -> Self:
         """Its rows from `first` to before `last`."""
+        if (first, last) == (0, self.rows[1] - self.rows[0]):
+            return self  # as for most experts: replacing takes 10 us
         return replace(self, rows=(self.rows[0] + first, self.rows[0] + last))  # type: ignore[type-var]
 
 

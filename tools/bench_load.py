@@ -3,14 +3,15 @@
 
     python tools/bench_load.py --folder /tmp/k26                              # writes 11 GB there first, unless they are there
     python tools/bench_load.py --folder /tmp/k26 --tp 8 --rank 3              # one rank's slices
-    python tools/bench_load.py --folder /tmp/k26 --rings 16x24x16 12x24x16 16x32x4    # threads, slots, MiB: other rings
+    python tools/bench_load.py --folder /tmp/k26 --rings 16x24x16 16x32x4 16x24x16@200 --rounds 3    # threads, slots, MiB, switch us
     python tools/bench_load.py --folder /tmp/k26 --json tools/results/load_h200.jsonl
 
 The checkpoint holds one dense and --layers - 1 expert layers and a short vocabulary, its words random, its scales small. It has
 just been written, so that reads come from the page cache: what is measured is the runtime, not a disk. Timed is
 `kimi_k26.load` until the device has everything, apart from making and giving back the ring of pinned buffers, which is stated
-beside it. Two lines say where the time went: the main thread's, and the readers' (`runtime/kernels_cu/readers.py`). Some experts
-and matrices are then compared with what the host packs, bit for bit. Needs a GPU.
+beside it. Two lines say where the time went: the main thread's, and the readers' (`runtime/kernels_cu/readers.py`); their rate on
+a core is what memory gives, the rest of reading waits for Python's lock. Some experts and matrices are then compared with what the
+host packs, bit for bit. Rounds after the first find memory that CuPy still holds. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from model import kimi_k26
 from model.pack_w4 import w4_from_experts, w4_from_gate_up
 from model.shards import INDEX, ITEM_BYTES
 from model.weights import Checkpoint
+from runtime.kernels_cu import readers as ring_of_slots
 from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.readers import Spent
 from runtime.kernels_cu.recorder import DeviceW4
@@ -154,10 +157,14 @@ class Names:
         """Nothing."""
 
 
+MAIN_THREAD = ("load_s", "settle_s", "tail_s", "ahead_s", "cpu_s", "alloc_s", "upload_s", "naming_s")
+
+
 @dataclass(frozen=True)
 class Run:
     """One load: bytes on the device; seconds until it had them, in all, in `kimi_k26.load`, then until all was enqueued, then until
-    it was there; of the load's, those in which it waited for readers; naming: the same load without a device, afterwards."""
+    it was there; of the load's, those in which it waited for readers, ran on a core, and was in the device's alloc and upload;
+    naming: the same load without a device, afterwards."""
 
     nbytes: int
     seconds: float
@@ -165,6 +172,9 @@ class Run:
     settle_s: float
     tail_s: float
     ahead_s: float
+    cpu_s: float
+    alloc_s: float
+    upload_s: float
     naming_s: float
     readers: list[Spent]
 
@@ -172,34 +182,56 @@ class Run:
         """For a record and for reading: shares of the readers' time, the rate of one while it reads, what a slot takes."""
         whole = self.seconds * len(self.readers)
         shares = {name: sum(getattr(r, name) for r in self.readers) / whole for name in ("jobs", "slots", "reading", "sending")}
-        busy = [r.nbytes / r.reading / 1e9 for r in self.readers if r.reading] or [0.0]
+        rates = [r.nbytes / r.reading / 1e9 for r in self.readers if r.reading] or [0.0]
+        slots = sum(r.filled for r in self.readers)
         return {
-            "load_s": round(self.load_s, 4), "settle_s": round(self.settle_s, 4), "tail_s": round(self.tail_s, 4),
-            "ahead_s": round(self.ahead_s, 4), "naming_s": round(self.naming_s, 4), "readers": len(self.readers),
+            **{name: round(getattr(self, name), 4) for name in MAIN_THREAD}, "readers": len(self.readers),
             **{f"share_{name}": round(share, 3) for name, share in shares.items()},
-            "read_gb_s": [round(min(busy), 2), round(sum(busy) / len(busy), 2), round(max(busy), 2)],
-            "slots": sum(r.sent for r in self.readers), "reads": sum(r.calls for r in self.readers),
+            "read_gb_s": [round(min(rates), 2), round(sum(rates) / len(rates), 2), round(max(rates), 2)],
+            "core_gb_s": round(sum(r.nbytes for r in self.readers) / max(sum(r.busy for r in self.readers), 1e-9) / 1e9, 2),
+            "send_us": round(1e6 * sum(r.sending for r in self.readers) / max(slots, 1), 1),
+            "late_us": round(1e6 * sum(r.late for r in self.readers) / max(slots, 1), 1),
+            "slots": slots, "reads": sum(r.calls for r in self.readers),
         }  # fmt: skip
 
     def print(self) -> None:
         s = self.split()
         low, mean, high = s["read_gb_s"]
         print(
-            f"  main thread: load {s['load_s']:.3f} s (naming alone {s['naming_s']:.3f}, waiting for readers {s['ahead_s']:.3f}), "
-            f"until all is enqueued {s['settle_s']:.3f}, tail of copies {s['tail_s']:.3f}\n"
-            f"  {s['readers']} readers: reading {s['share_reading']:.0%} of the time at {low} to {high} GB/s each, mean {mean}; no job "
-            f"{s['share_jobs']:.0%}; no slot {s['share_slots']:.0%}; enqueueing {s['share_sending']:.0%}; {s['slots']} slots, "
+            f"  main thread: load {s['load_s']:.3f} s (naming alone {s['naming_s']:.3f}, waiting for readers {s['ahead_s']:.3f}, on a core "
+            f"{s['cpu_s']:.3f}, alloc {s['alloc_s']:.3f}, upload {s['upload_s']:.3f}), until all is enqueued {s['settle_s']:.3f}, tail of "
+            f"copies {s['tail_s']:.3f}\n"
+            f"  {s['readers']} readers: reading {s['share_reading']:.0%} of the time at {low} to {high} GB/s each, mean {mean}, "
+            f"{s['core_gb_s']} on a core; no job {s['share_jobs']:.0%}; no slot {s['share_slots']:.0%}; enqueueing "
+            f"{s['share_sending']:.0%}, {s['send_us']:.0f} us a slot, {s['late_us']:.0f} us after it is read; {s['slots']} slots, "
             f"{s['reads']} reads"
         )
+
+
+@contextmanager
+def seconds_in(device: Any, name: str) -> Iterator[list[float]]:
+    """The seconds of each call of a device's method."""
+    method, spent = getattr(device, name), []
+
+    def call(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        found = method(*arguments)
+        spent.append(time.perf_counter() - start)
+        return found
+
+    setattr(device, name, call)
+    yield spent
+    delattr(device, name)
 
 
 def load(ckpt: Checkpoint, config: kimi_k26.Config, backend: Any, tp: int, rank: int) -> tuple[Run, kimi_k26.Weights]:
     """One timed load on a backend whose ring is there."""
     readers, before = backend.loader.readers, backend.weight_bytes
     past, waited = [replace(r) for r in readers.spent], readers.ahead
-    start = time.perf_counter()
-    weights = kimi_k26.load(ckpt, config, backend, rank, tp, POSITIONS)
-    loaded = time.perf_counter()
+    with seconds_in(backend.device, "alloc") as alloc, seconds_in(backend.device, "upload") as upload:
+        start, core = time.perf_counter(), time.thread_time()
+        weights = kimi_k26.load(ckpt, config, backend, rank, tp, POSITIONS)
+        loaded, core = time.perf_counter(), time.thread_time() - core
     backend.loader.settle()
     settled = time.perf_counter()
     backend.device.synchronize()
@@ -212,7 +244,8 @@ def load(ckpt: Checkpoint, config: kimi_k26.Config, backend: Any, tp: int, rank:
     kimi_k26.load(ckpt, config, Names(), rank, tp, POSITIONS)
     naming = time.perf_counter() - again
     nbytes = backend.weight_bytes - before
-    return Run(nbytes, end - start, loaded - start, settled - loaded, end - settled, waited, naming, spent), weights
+    times = loaded - start, settled - loaded, end - settled, waited, core, sum(alloc), sum(upload), naming
+    return Run(nbytes, end - start, *times, spent), weights
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -223,18 +256,32 @@ def measure(options: argparse.Namespace) -> None:
     device.functions(repack_w4.SOURCE, {}, repack_w4.ENTRIES)  # compiled before the clock starts
     rate = copy_rate(device)
     with Checkpoint.open(options.folder) as ckpt:
-        for ring in options.rings or [{}]:
-            measure_ring(options, device, ckpt, ring, rate)
+        runs = [(measure_ring(options, device, ckpt, ring, rate), ring) for _ in range(options.rounds) for ring in options.rings or [{}]]
+    if len(runs) > 1:
+        print_table(runs, rate)
 
 
-def measure_ring(options: argparse.Namespace, device: Any, ckpt: Checkpoint, ring: dict[str, int], rate: float) -> None:
+def print_table(runs: list[tuple[Run, dict[str, int]]], rate: float) -> None:
+    """All loads, the fastest first."""
+    columns = "share_reading", "share_jobs", "share_slots", "share_sending", "core_gb_s", "late_us", "alloc_s"
+    print(" share   GB/s ", *columns, " ring")
+    for run, ring in sorted(runs, key=lambda one: one[0].seconds):
+        s, gb_s = run.split(), run.nbytes / run.seconds / 1e9
+        row = "".join(f" {s[name]:{len(name)}.3f}" for name in columns)
+        print(f"  {1e9 * gb_s / rate:.2f}  {gb_s:6.1f} {row}  {ring or 'as the runtime has it'}")
+
+
+def measure_ring(options: argparse.Namespace, device: Any, ckpt: Checkpoint, ring: dict[str, int], rate: float) -> Run:
     """One load through a ring, printed, compared and recorded. rate: of plain copies, bytes/s."""
     from runtime.kernels_cu.backend import CudaBackend
 
     config = kimi_k26.Config.from_json(ckpt.config)
     backend = CudaBackend(device)
     start = time.perf_counter()
-    backend.loader = Loader(device, device.link(), **ring)
+    usual, size = ring_of_slots.SWITCH_S, {name: value for name, value in ring.items() if name != "switch_us"}
+    ring_of_slots.SWITCH_S = 1e-6 * ring["switch_us"] if "switch_us" in ring else usual
+    backend.loader = Loader(device, device.link(), **size)
+    ring_of_slots.SWITCH_S = usual
     ring_s = time.perf_counter() - start
     run, weights = load(ckpt, config, backend, options.tp, options.rank)
     start = time.perf_counter()
@@ -253,7 +300,7 @@ def measure_ring(options: argparse.Namespace, device: Any, ckpt: Checkpoint, rin
         raise SystemExit(1)
     if options.json:
         record = {
-            "schema": 2, "layers": config.layers, "tp": options.tp, "rank": options.rank, "ring": ring, "gb": round(run.nbytes / 1e9, 3),
+            "schema": 3, "layers": config.layers, "tp": options.tp, "rank": options.rank, "ring": ring, "gb": round(run.nbytes / 1e9, 3),
             "s": round(run.seconds, 4), "gb_s": round(run.nbytes / run.seconds / 1e9, 2), "copy_gb_s": round(rate / 1e9, 2),
             "share": round(share, 4), "ring_s": round(ring_s, 3), "ring_back_s": round(back_s, 3), **run.split(),
             **provenance(options.commit),
@@ -261,6 +308,7 @@ def measure_ring(options: argparse.Namespace, device: Any, ckpt: Checkpoint, rin
         options.json.parent.mkdir(parents=True, exist_ok=True)
         with options.json.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+    return run
 
 
 def release(backend: Any, weights: Any) -> None:
@@ -275,9 +323,10 @@ def release(backend: Any, weights: Any) -> None:
 
 
 def ring_of(text: str) -> dict[str, int]:
-    """16x24x16: threads, slots and MiB of a slot, as `Loader` takes them."""
-    threads, slots, mib = (int(x) for x in text.split("x"))
-    return {"threads": threads, "slots": slots, "slot_bytes": mib << 20}
+    """16x24x16: threads, slots and MiB of a slot, as `Loader` takes them; @50: a thread asks for Python's lock after so many us."""
+    sizes, _, switch_us = text.partition("@")
+    threads, slots, mib = (int(x) for x in sizes.split("x"))
+    return {"threads": threads, "slots": slots, "slot_bytes": mib << 20} | ({"switch_us": int(switch_us)} if switch_us else {})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -286,7 +335,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2, help="layers of a checkpoint to write, 1 dense and the rest experts (default 2)")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the model (default 1)")
     parser.add_argument("--rank", type=int, default=0, help="whose slices are loaded (default 0)")
-    parser.add_argument("--rings", nargs="+", type=ring_of, metavar="THREADSxSLOTSxMIB", help="a load for each (default: the runtime's)")
+    parser.add_argument(
+        "--rings", nargs="+", type=ring_of, metavar="THREADSxSLOTSxMIB[@US]", help="a load for each (default: the runtime's)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="so many loads of each ring, in turn; a table at the end (default 1)")
     parser.add_argument("--json", type=Path, help="append a record")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     options = parser.parse_args(arguments)

@@ -16,7 +16,7 @@ from runtime.kernels_cu._launch import Function, Launch
 @dataclass(frozen=True, slots=True)
 class Call:
     """entry: name in the source; grid in blocks; threads of a block; dynamic shared bytes; arguments: ctypes values in order.
-    pdl, cluster: as `Launch`'s."""
+    pdl, cluster, held: as `Launch`'s."""
 
     entry: str
     grid: tuple[int, int, int]
@@ -25,10 +25,12 @@ class Call:
     arguments: tuple[Any, ...]
     pdl: bool = True
     cluster: int = 1
+    held: bool = False
 
     def launch(self, functions: Mapping[str, Function], keep: tuple[Any, ...] = ()) -> Launch:
         """The prepared launch of this call on the current device; keep: owners of the memory it points at."""
-        return Launch(functions[self.entry], self.grid, (self.threads, 1, 1), self.smem_bytes, self.arguments, self.pdl, keep, self.cluster)
+        block = self.threads, 1, 1
+        return Launch(functions[self.entry], self.grid, block, self.smem_bytes, self.arguments, self.pdl, keep, self.cluster, self.held)
 
 
 def ptr(address: int) -> ctypes.c_void_p:

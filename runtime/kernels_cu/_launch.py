@@ -10,13 +10,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _PLAIN_SMEM_BYTES = 48 << 10
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 
 class LaunchError(RuntimeError):
@@ -40,7 +41,17 @@ class _LaunchConfig(ctypes.Structure):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    lib = ctypes.CDLL("libcuda.so.1")
+    return _typed(ctypes.CDLL("libcuda.so.1"))
+
+
+@cache
+def _held() -> ctypes.PyDLL:
+    """The driver, called without giving Python's lock away: for calls of a few microseconds, after which 16 readers of weights would
+    be waiting for it in front of the caller. Not for launches that may wait for another thread's."""
+    return _typed(ctypes.PyDLL("libcuda.so.1"))
+
+
+def _typed(lib: _Library) -> _Library:
     lib.cuLaunchKernelEx.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     lib.cuFuncSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     return lib
@@ -97,6 +108,7 @@ class Launch:
 
     keep: whatever owns the memory behind the arguments. pdl: may start before its predecessor ends; the kernel then
     waits itself (prim::pdl_wait). cluster: blocks along x that run together and reach each other's shared memory (sm_90).
+    held: keeps Python's lock while it is enqueued.
     """
 
     function: Function
@@ -107,6 +119,7 @@ class Launch:
     pdl: bool = True
     keep: tuple[Any, ...] = ()
     cluster: int = 1
+    held: bool = False
     _config: _LaunchConfig = field(init=False, repr=False)
     _pointers: Any = field(init=False, repr=False)
     _attributes: ctypes.Array[_Attribute] = field(init=False, repr=False)
@@ -128,7 +141,8 @@ class Launch:
     def run(self, stream: int) -> None:
         """Enqueues on a stream (its handle); in capture, records a node."""
         self._config.stream = stream
-        status = _driver().cuLaunchKernelEx(ctypes.addressof(self._config), self.function.handle, self._pointers, None)
+        driver = _held() if self.held else _driver()
+        status = driver.cuLaunchKernelEx(ctypes.addressof(self._config), self.function.handle, self._pointers, None)
         _check(f"launch of {self.function.name}", status)
 
     def __str__(self) -> str:

@@ -29,4 +29,4 @@ def call(window: HashWindow, out: int) -> Call:
         raise ValueError(f"hashed weights are bf16, f32 or i32, not {window.dtype}")
     (rows, cols), step = window.shape, step_of(window.spread)
     params = Params(out, window.width, window.rows[0], window.cols[0], rows, cols, window.key, window.mean, step)
-    return Call(entry, (rows * blocks(cols, _THREADS * _EACH), 1, 1), _THREADS, 0, (params,))
+    return Call(entry, (rows * blocks(cols, _THREADS * _EACH), 1, 1), _THREADS, 0, (params,), held=True)

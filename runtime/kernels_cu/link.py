@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.kernels_cu._launch import _check, _driver
+from runtime.kernels_cu._launch import _check, _driver, _held
 
 if TYPE_CHECKING:
     from runtime.kernels_cu.device import Device
@@ -50,7 +49,7 @@ class Link(Protocol):
 
 
 class CudaLink:
-    """A `Link` of the current context. GPU-unverified: several threads, events that sleep."""
+    """A `Link` of the current context."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -111,13 +110,6 @@ def _event() -> ctypes.c_void_p:
 
 def _call(name: str, *arguments: Any) -> None:
     _check(name, getattr(_driver(), name)(*arguments))
-
-
-@cache
-def _held() -> ctypes.PyDLL:
-    """The driver, called without giving Python's lock away: for calls of a few microseconds, after which 16 readers would be
-    waiting for it in front of the caller."""
-    return ctypes.PyDLL("libcuda.so.1")
 
 
 def _short(name: str, *arguments: Any) -> None:

@@ -37,7 +37,7 @@ def call(words: Sequence[int], scale: Sequence[int], out: int, largest: int, *, 
     both = ctypes.c_void_p * 2
     strips, groups = rows // UNIT_ROWS, k // GROUP
     params = Params(both(*words), both(*scale), out, largest, strips, groups, parts)
-    return Call(ENTRIES[0], (blocks(groups, _GROUPS), strips, 1), _GROUPS * _VECTORS, 0, (params,))
+    return Call(ENTRIES[0], (blocks(groups, _GROUPS), strips, 1), _GROUPS * _VECTORS, 0, (params,), held=True)
 
 
 def exponent_of(largest: int) -> int:

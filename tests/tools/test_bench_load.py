@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
 from model import kimi_k26
 from model.weights import Checkpoint
+from runtime.kernels_cu import readers as ring_of_slots
 from runtime.kernels_cu.backend import CudaBackend
 from runtime.w4 import expert_bytes
 from tests.shim_device import Shim, ShimDevice
@@ -40,6 +42,7 @@ def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path, capsys):
     w13 = weights.layers[1].mlp.w13
     assert split["reads"] >= split["slots"] > 0 and sum(r.nbytes for r in run.readers) > w13.E * expert_bytes(w13.N, w13.K)
     assert 0 < sum(split[f"share_{name}"] for name in ("jobs", "slots", "reading", "sending")) < 1.1
+    assert split["core_gb_s"] > 0 and split["alloc_s"] + split["upload_s"] < split["load_s"] and 0 < split["cpu_s"] <= split["load_s"] + 0.1
     assert run.seconds == pytest.approx(run.load_s + run.settle_s + run.tail_s) and run.naming_s > 0
     run.print()
     assert f"{len(run.readers)} readers: reading" in capsys.readouterr().out
@@ -48,9 +51,14 @@ def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path, capsys):
 def test_a_ring_is_measured_and_its_weights_freed(folder, tmp_path, capsys):
     device = ShimDevice(Shim(tmp_path))
     with Checkpoint.open(folder) as ckpt:
-        bench_load.measure_ring(argparse.Namespace(tp=2, rank=1, json=None), device, ckpt, bench_load.ring_of("3x4x1"), 1e9)
+        ring, before = bench_load.ring_of("3x4x1@70"), ring_of_slots.SWITCH_S
+        run = bench_load.measure_ring(argparse.Namespace(tp=2, rank=1, json=None), device, ckpt, ring, 1e9)
     out = capsys.readouterr().out
-    assert "equal, bit for bit" in out and "3 readers" in out
+    assert "equal, bit for bit" in out and "3 readers" in out and before == ring_of_slots.SWITCH_S
+    bench_load.print_table([(run, ring), (replace(run, seconds=run.nbytes / 5e8), {})], 1e9)
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 3 and any("  0.50     0.5 " in row and row.endswith("as the runtime has it") for row in table)
+    assert any(row.endswith("{'threads': 3, 'slots': 4, 'slot_bytes': 1048576, 'switch_us': 70}") for row in table)
     assert sum(room.nbytes for room in device._held.values()) < 4096  # the largest scales of two sets of experts
 
 

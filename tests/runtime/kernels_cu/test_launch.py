@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.kernels_cu import _launch
+from runtime.kernels_cu import _launch, fill, repack_w4
 from runtime.kernels_cu._launch import Function, Launch, LaunchError
+from runtime.source import HashWindow
 
 
 class Listening:
@@ -45,6 +46,18 @@ def test_a_small_launch_does_not_take_a_large_ones_memory(driver):
     for launch in launches:
         launch.run(0)
     assert driver.allowed == 100 << 10 and driver.set == 2
+
+
+def test_launches_of_readers_keep_pythons_lock(driver, monkeypatch):
+    """They go through the library that does not give it away, and no other does."""
+    monkeypatch.setattr(_launch, "_held", Listening)
+    kinds = repack_w4.call([16], [16], 16, 16, rows=64, k=256), fill.call(HashWindow(1, 0.0, 1.0, "bf16", 8, (0, 2), (0, 8)), 16)
+    function = Function("f", 7, None)
+    monkeypatch.setattr(_launch, "_driver", lambda: None)
+    for call in kinds:
+        call.launch({call.entry: function}).run(0)
+    with pytest.raises(AttributeError):
+        prepare(function, 0).run(0)
 
 
 def test_mutation_a_function_that_forgets_fails(driver):

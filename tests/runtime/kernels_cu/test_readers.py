@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +50,14 @@ def test_cut_columns_stand_beside_whole_rows(path):
     np.testing.assert_array_equal(np.concatenate([slot[:1000], slot[2048:3048]]), data[:2000])
 
 
+def test_windows_are_read_in_the_order_of_the_file(path):
+    """Words of two matrices, then scales of both, as a slot holds them: two calls where the file has words beside scales."""
+    data, slot = path.read_bytes(), np.zeros(SIZE, np.uint8)
+    pieces = [(rows(path, at, count), to) for at, count, to in ((0, 50, 0), (20_000, 50, 5000), (5000, 5, 10_000), (25_000, 5, 10_500))]
+    assert Files().read(tuple(pieces), slot) == 2
+    assert slot[:11_000].tobytes() == data[:5000] + data[20_000:25_000] + data[5000:5500] + data[25_000:25_500]
+
+
 @pytest.mark.parametrize("most", [1, 333, 2000, 2001])
 def test_a_call_that_returns_early_is_continued(path, monkeypatch, most):
     whole = os.preadv
@@ -77,8 +87,84 @@ def test_more_jobs_than_may_be_under_way(path):
     ring.close()
     np.testing.assert_array_equal(out, np.stack([data[10 * i : 10 * i + 100] for i in range(2 * AHEAD)]))
     assert seen == list(range(1, 2 * AHEAD + 1)) and sum(told) == sum(s.nbytes for s in ring.spent) == out.nbytes
-    assert sum(s.sent for s in ring.spent) == sum(s.calls for s in ring.spent) == 2 * AHEAD
-    assert all(s.reading > 0 and s.sending > 0 for s in ring.spent if s.sent)
+    assert sum(s.filled for s in ring.spent) == sum(s.calls for s in ring.spent) == 2 * AHEAD
+    assert all(s.reading > 0 for s in ring.spent if s.filled) and sum(s.sending for s in ring.spent) > 0
+
+
+def until(true):
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_no_reader_waits_for_another_to_send(path):
+    """While one is held up in its launch the others read on, until slots run out; what they read it sends, in that order."""
+    link, out, held = HostLink(), np.zeros((8, 100), np.uint8), threading.Event()
+    ring = readers(link)
+    by: list[int] = []
+
+    def launch(_):
+        by.append(threading.get_ident())
+        assert held.wait(10)
+
+    for i in range(8):
+        ring.submit(Job(((rows(path, 100 * i, 1), 0),), 100, out[i].ctypes.data, (launch,)))
+    until(lambda: len(ring._full) == 3)
+    assert len(by) == link.sent == 1
+    held.set()
+    ring.settle()
+    assert len(by) == link.sent == 8 and len(set(by[:4])) == 1 and not ring._full
+    assert out.tobytes() == path.read_bytes()[:800] and sum(s.late for s in ring.spent) > 0
+    ring.close()
+
+
+def test_what_is_read_while_the_main_thread_enqueues_is_sent(path):
+    """By the main thread, when it is done: no reader comes again for it."""
+    link, out = HostLink(), np.zeros(100, np.uint8)
+    ring = readers(link)
+
+    def launch(_):
+        ring.submit(Job(((rows(path, 300, 1), 0),), 100, out.ctypes.data))
+        until(lambda: ring._full)
+        time.sleep(0.01)  # its reader has tried
+        assert not link.sent
+
+    ring.enqueue(launch)
+    until(lambda: link.sent == 1)
+    ring.close()
+    assert out.tobytes() == path.read_bytes()[300:400]
+
+
+def test_a_fault_of_the_main_threads_launch_leaves_nothing_unsent(path):
+    link, out = HostLink(), np.zeros(100, np.uint8)
+    ring = readers(link)
+
+    def launch(_):
+        ring.submit(Job(((rows(path, 300, 1), 0),), 100, out.ctypes.data))
+        until(lambda: ring._full)
+        raise OSError("launch of hash_i32")
+
+    with pytest.raises(OSError, match="launch of hash_i32"):
+        ring.enqueue(launch)
+    until(lambda: link.sent == 1)
+    ring.close()
+
+
+def test_a_fault_while_sending_is_told_and_frees_the_slot(path):
+    link, out = HostLink(), np.zeros(100, np.uint8)
+    ring = readers(link, slots=1)
+
+    def launch(_):
+        raise OSError("launch of repack_w4")
+
+    ring.submit(Job(((rows(path, 0, 1), 0),), 100, out.ctypes.data, (launch,)))
+    with pytest.raises(OSError, match="launch of repack_w4"):
+        ring.settle()
+    until(lambda: ring._free.qsize() == 1)
+    with pytest.raises(OSError, match="launch of repack_w4"):
+        ring.close()
+    assert link.closed
 
 
 def test_a_fault_is_told_and_nothing_stays_behind(path):
