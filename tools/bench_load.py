@@ -27,7 +27,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +41,6 @@ from runtime.kernels_cu.array import DeviceArray
 from runtime.kernels_cu.readers import Spent
 from runtime.kernels_cu.recorder import DeviceW4
 from runtime.kernels_cu.residency import Loader
-from runtime.source import Source
 from tools.bench_moe import has_gpu, provenance
 
 VOCAB = 16384
@@ -146,25 +144,13 @@ def differences(backend: Any, there: kimi_k26.Weights, ckpt: Checkpoint, c: kimi
                     yield f"{q}{name}"
 
 
-class Names:
-    """A backend that fetches nothing: what is left is naming the sources, and reading and turning kv_b on the host."""
-
-    def param(self, weight: Any) -> None:
-        if not isinstance(weight, Source):
-            np.ascontiguousarray(weight.view(np.uint16) if weight.dtype == ml_dtypes.bfloat16 else weight)
-
-    def param_w4(self, weight: Any) -> None:
-        """Nothing."""
-
-
-MAIN_THREAD = ("load_s", "settle_s", "tail_s", "ahead_s", "cpu_s", "alloc_s", "upload_s", "naming_s")
+MAIN_THREAD = ("load_s", "settle_s", "tail_s", "ahead_s", "cpu_s", "alloc_s", "upload_s")
 
 
 @dataclass(frozen=True)
 class Run:
     """One load: bytes on the device; seconds until it had them, in all, in `kimi_k26.load`, then until all was enqueued, then until
-    it was there; of the load's, those in which it waited for readers, ran on a core, and was in the device's alloc and upload;
-    naming: the same load without a device, afterwards."""
+    it was there; of the load's, those in which it waited for readers, ran on a core, and was in the device's alloc and upload."""
 
     nbytes: int
     seconds: float
@@ -175,7 +161,6 @@ class Run:
     cpu_s: float
     alloc_s: float
     upload_s: float
-    naming_s: float
     readers: list[Spent]
 
     def split(self) -> dict[str, Any]:
@@ -198,8 +183,8 @@ class Run:
         s = self.split()
         low, mean, high = s["read_gb_s"]
         print(
-            f"  main thread: load {s['load_s']:.3f} s (naming alone {s['naming_s']:.3f}, waiting for readers {s['ahead_s']:.3f}, on a core "
-            f"{s['cpu_s']:.3f}, alloc {s['alloc_s']:.3f}, upload {s['upload_s']:.3f}), until all is enqueued {s['settle_s']:.3f}, tail of "
+            f"  main thread: load {s['load_s']:.3f} s (on a core {s['cpu_s']:.3f}, waiting for readers {s['ahead_s']:.3f}, "
+            f"alloc {s['alloc_s']:.3f}, upload {s['upload_s']:.3f}), until all is enqueued {s['settle_s']:.3f}, tail of "
             f"copies {s['tail_s']:.3f}\n"
             f"  {s['readers']} readers: reading {s['share_reading']:.0%} of the time at {low} to {high} GB/s each, mean {mean}, "
             f"{s['core_gb_s']} on a core; no job {s['share_jobs']:.0%}; no slot {s['share_slots']:.0%}; enqueueing "
@@ -239,12 +224,8 @@ def load(ckpt: Checkpoint, config: kimi_k26.Config, backend: Any, tp: int, rank:
     spent = [
         Spent(*(getattr(now, f.name) - getattr(was, f.name) for f in fields(Spent))) for now, was in zip(readers.spent, past, strict=True)
     ]
-    waited = readers.ahead - waited
-    again = time.perf_counter()
-    kimi_k26.load(ckpt, config, Names(), rank, tp, POSITIONS)
-    naming = time.perf_counter() - again
     nbytes = backend.weight_bytes - before
-    times = loaded - start, settled - loaded, end - settled, waited, core, sum(alloc), sum(upload), naming
+    times = loaded - start, settled - loaded, end - settled, readers.ahead - waited, core, sum(alloc), sum(upload)
     return Run(nbytes, end - start, *times, spent), weights
 
 

@@ -43,7 +43,7 @@ def test_what_is_loaded_is_compared_with_the_host(folder, tmp_path, capsys):
     assert split["reads"] >= split["slots"] > 0 and sum(r.nbytes for r in run.readers) > w13.E * expert_bytes(w13.N, w13.K)
     assert 0 < sum(split[f"share_{name}"] for name in ("jobs", "slots", "reading", "sending")) < 1.1
     assert split["core_gb_s"] > 0 and split["alloc_s"] + split["upload_s"] < split["load_s"] and 0 < split["cpu_s"] <= split["load_s"] + 0.1
-    assert run.seconds == pytest.approx(run.load_s + run.settle_s + run.tail_s) and run.naming_s > 0
+    assert run.seconds == pytest.approx(run.load_s + run.settle_s + run.tail_s)
     run.print()
     assert f"{len(run.readers)} readers: reading" in capsys.readouterr().out
 
