@@ -19,12 +19,13 @@ from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
 from runtime.executor import Executor, begin_draft
 from runtime.flight import Flight
+from runtime.grove import Grove
 from runtime.outlook import Outlook
 from runtime.price import Price
 from runtime.speculate import Load, NoSpeculation, Root, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
-from runtime.types import Bools, DraftLogits, DraftTree
+from runtime.types import Bools, DraftLogits
 from runtime.width import Width
 
 MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms, so that is rare (runtime/width.py)
@@ -93,7 +94,7 @@ class BudgetSpeculation:
         with stats.stage("draft"):
             flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
 
-        def trees() -> list[DraftTree]:
+        def trees() -> Grove:
             with stats.stage("draft"):
                 logits = flight.land()
             self._clock.count_draft(len(roots), stats)
@@ -102,7 +103,7 @@ class BudgetSpeculation:
 
         return trees
 
-    def _grow(self, roots: Sequence[Root], logits: DraftLogits, price: Price, most: int) -> list[DraftTree]:
+    def _grow(self, roots: Sequence[Root], logits: DraftLogits, price: Price, most: int) -> Grove:
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
         caps = np.array([root.most or root.nodes for root in roots])

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.grove import Grove
 from runtime.price import Price
 from runtime.tree import Forest
-from runtime.types import I64, Array, Bools, DraftTree
+from runtime.types import I64, Array, Bools
 
 F64 = NDArray[np.float64]
 
@@ -111,15 +112,14 @@ def caps_mask(forest: Forest, nodes: Array, depth: Array) -> Bools:
     return mask
 
 
-def prune(forest: Forest, kept: Bools) -> list[DraftTree]:
+def prune(forest: Forest, kept: Bools) -> Grove:
     """The kept nodes of each stream under its root, renumbered in the forest's order; kept [B, N] is closed under parents."""
     with_root = np.concatenate([np.ones((len(kept), 1), np.bool_), kept], axis=1)
     number = (np.cumsum(with_root, axis=1) - 1).astype(np.int16)
     stream, node = np.nonzero(with_root)  # in order of streams, so that a stream's nodes are a slice
     token, above, depth = forest.token[stream, node], forest.parent[stream, node], forest.depth[stream, node]
     parent = np.where(above < 0, above, number[stream, np.maximum(above, 0)])
-    ends = np.cumsum(np.count_nonzero(with_root, axis=1)).tolist()
-    return [DraftTree(token[i:j], parent[i:j], depth[i:j]) for i, j in zip([0, *ends[:-1]], ends, strict=True)]
+    return Grove(token, parent, depth, np.count_nonzero(with_root, axis=1).tolist())
 
 
 class Calibration:

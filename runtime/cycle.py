@@ -23,7 +23,7 @@ it out. Without a next step nothing is held back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from runtime.config import EngineConfig
 from runtime.emit import NON_FINITE, Outcome, decide, tell
 from runtime.executor import Executor, begin_step
 from runtime.flight import Flight
+from runtime.grove import Grove, Offer
 from runtime.masks import prune
 from runtime.pace import Pace
 from runtime.rows import Planner, Share
@@ -69,6 +70,7 @@ class Cycle:
         self._pruned: frozenset[str] = frozenset()  # sequences whose trees a constraint made smaller
         self._moves: I32 = np.zeros((0, 2), np.int32)
         self._flying = False  # a step is in flight
+        self._unsettled: list[Share] = []  # of the last step: who goes on
         self._untold: tuple[list[Outcome], StepResult] | None = None  # of the last step
         self._lost: list[Sequence] = []  # to be taken out when no step of theirs is in flight
 
@@ -84,18 +86,19 @@ class Cycle:
             shares = self._scheduler.schedule(trees)
             if not shares:
                 raise RuntimeError("no sequence could be scheduled although some wait")
-            plan = self._planner.plan(shares, self._moves)
+            plan, grove = self._planner.plan(shares, self._moves)
         with stats.stage("verify"):
             flight = Flight(begin_step(self._executor, plan), stats)
             self._moves = self._moves[:0]
         self._flying = True
+        grove.prepare()
         if self._untold is not None:
             meanwhile()
         with stats.stage("verify"):
             result = flight.land()
         self._flying = False
         with stats.stage("accept"):
-            verdicts = self._judge(shares, plan, result)
+            verdicts = self._judge(grove, plan, result)
             self._untold = self._settle(shares, plan, verdicts), result
         if self._watcher is not None:
             self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
@@ -106,6 +109,7 @@ class Cycle:
 
     def tell(self) -> list[Delivery]:
         """What the last step that was not told of says to its requests. Who turns out to be past saving goes as soon as may be."""
+        self._put_away()
         if self._watcher is not None:
             self._watcher.learn()
         if self._untold is None:
@@ -127,7 +131,7 @@ class Cycle:
             self._scheduler.remove(sequence)
         self._lost.clear()
 
-    def _draft(self) -> dict[str, DraftTree]:
+    def _draft(self) -> Mapping[str, DraftTree]:
         stats = self._stats
         with stats.stage("plan"):
             if self._pace is not None:
@@ -137,38 +141,39 @@ class Cycle:
                 self._watcher.before_step(self._scheduler.load(), stats)
         taps, self._taps = self._taps, Taps.none()
         grown = self._speculator.propose(roots, taps, stats)
+        with stats.stage("accept"):
+            self._put_away()
         with stats.stage("plan"):
             self._scheduler.prepare()
         if self._watcher is not None and stats.in_flight:
             with stats.stage("accept"):
                 self._watcher.learn()
-        trees = dict(zip([root.id for root in roots], grown(), strict=True))
+        trees: Mapping[str, DraftTree] = Offer([root.id for root in roots], grown())
         self._pruned = frozenset()
-        held = [s for s in self._scheduler.running if s.constraint is not None and s.id in trees]
+        held = [s for s in self._scheduler.running if s.constraint is not None and s.id in trees] if roots else []
         if held:
             pruned = {s.id: prune(s.constraint, trees[s.id]) for s in held}
             self._pruned = frozenset(id for id, tree in pruned.items() if len(tree) != len(trees[id]))
-            trees |= pruned
+            trees = {**trees, **pruned}
         return trees
 
-    def _judge(self, shares: list[Share], plan: StepPlan, result: StepResult) -> list[Verdict]:
+    def _judge(self, grove: Grove, plan: StepPlan, result: StepResult) -> list[Verdict]:
         """A verdict for each tree, in order."""
         if len(result.target) != len(plan.out_rows) or len(result.finite) != len(plan.out_rows):
             raise RuntimeError(f"executor: {len(result.target)} targets for {len(plan.out_rows)} out_rows")
-        trees = [share.tree for share in shares if share.tree is not None]
-        if not trees:
+        if not grove:
             return []
         sound = result.finite & (result.target >= 0) & (result.target < self._executor.limits.vocab_size)
-        return judge(trees, result.target, sound)
+        return judge(grove, result.target, sound)
 
     def _settle(self, shares: list[Share], plan: StepPlan, verdicts: list[Verdict]) -> list[Outcome]:
-        """Decides for every share how it goes on, its pages to the cache, its rows to the next step's taps and moves."""
+        """Decides for every share how it goes on, its rows to the next step's taps and moves; who has ended goes, pages to the cache."""
         outcomes: list[Outcome] = []
         rows: list[int] = []  # of committed tokens
         places: list[int] = []  # the rows whose slots these tokens belong in
         coming = iter(verdicts)
         for share, row0 in zip(shares, plan.row0.tolist(), strict=True):
-            verdict = None if share.tree is None else next(coming)
+            verdict = next(coming) if share.nodes else None
             if share.sequence.lost:
                 continue
             found = None if verdict is None else decide(share, verdict)
@@ -178,19 +183,30 @@ class Cycle:
                 self._stats.progress += found.kept + (found.finish is not None)
             keep = self._commit(share, found) - share.start
             if keep > 0 and (self._keep_taps or share.nodes > 1):
-                rows += range(row0, row0 + min(share.before, keep))
+                if share.before:
+                    rows += range(row0, row0 + min(share.before, keep))
                 if verdict is not None and keep > share.before:
                     root = row0 + share.before
                     rows += [root + node for node in verdict.path[: keep - share.before]]
                 places += range(row0, row0 + keep)
             if found is not None and found.finish is not None:
                 self._scheduler.remove(share.sequence)
-            elif share.nodes > 1:
-                self._scheduler.give_back(share.sequence)  # pages of rejected nodes
+            elif found is not None:
+                self._unsettled.append(share)
         self._drop_lost()
         if rows:
             self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
         return outcomes
+
+    def _put_away(self) -> None:
+        """What the last step leaves that no draft waits for: full pages to the cache, those of rejected nodes back to the pool."""
+        size = self._pool.page_size
+        for share in self._unsettled:
+            if share.sequence.computed >= (share.sequence.registered + 1) * size:
+                self._register(share.sequence)
+            if share.nodes > 1:
+                self._scheduler.give_back(share.sequence)
+        self._unsettled.clear()
 
     def _leave(self, plan: StepPlan, rows: I32, places: I32) -> None:
         """Leaves taps and moves for committed tokens: rows [n] and, for each, the row that owns the slot of its position."""
@@ -203,7 +219,7 @@ class Cycle:
             self._taps = Taps(rows, (plan.ctx - plan.row0)[seq] + places, slot)
 
     def _commit(self, share: Share, found: Outcome | None) -> int:
-        """Advances `computed` and registers full pages; returns the position up to which the step's K/V will be read.
+        """Advances `computed`, registers full pages of who has ended; returns the position up to which the step's K/V will be read.
 
         A page is registered once a finite row has attended to all of it: NaN anywhere in a context
         reaches every row that sees it, so pages of a prompt wait for the prompt's last row.
@@ -216,21 +232,27 @@ class Cycle:
             sequence.computed = base
             return base
         sequence.computed = min(base + len(found.verdict.path), sequence.length)
+        if found.finish is None:
+            return sequence.computed
         if found.error == NON_FINITE:
             self._pool.forget(sequence.pages.tolist())
             return share.start
+        self._register(sequence)
+        return sequence.registered * self._pool.page_size
+
+    def _register(self, sequence: Sequence) -> None:
+        """Makes full pages findable."""
         full = sequence.computed // self._pool.page_size
         if full > sequence.registered and self._pool.caching:
             pages = sequence.pages[sequence.registered : full].tolist()
             for i, page in enumerate(pages, sequence.registered):
                 self._pool.register(page, sequence.key(i))
             sequence.registered = full
-        return sequence.computed if found.finish is None else sequence.registered * self._pool.page_size
 
 
 def _verified(shares: list[Share], verdicts: list[Verdict], pruned: frozenset[str]) -> dict[str, Verified]:
     """What became of the trees of decoding sequences, by sequence id."""
-    trees = [share for share in shares if share.tree is not None]
+    trees = [share for share in shares if share.nodes]
     return {
         share.sequence.id: Verified(share.nodes - 1, verdict.path, not verdict.corrupted and share.sequence.id not in pruned)
         for share, verdict in zip(trees, verdicts, strict=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.adjust import fill_adjustments
-from runtime.bits import chain_bits, forest_bits
+from runtime.bits import chain_bits
 from runtime.config import EngineConfig
+from runtime.grove import Grove
 from runtime.masks import fill_masks
 from runtime.sequence import Sequence
 from runtime.types import F32, I32, U32, U64, Array, DraftTree, StepPlan
@@ -32,15 +33,45 @@ class Share:
     start: int  # = sequence.computed when the step was planned
     before: int
     nodes: int  # of the tree, root included; 0: no tree
-    tree: DraftTree | None
+    trees: SequenceOf[DraftTree]  # its own is number `at`
+    at: int = 0
+
+    @property
+    def tree(self) -> DraftTree | None:
+        return self.trees[self.at] if self.nodes else None
 
     @property
     def count(self) -> int:
         return self.before + self.nodes
 
 
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """How a step's rows lie: the same as long as every sequence has as many."""
+
+    before: list[int]
+    nodes: list[int]
+    row0: I32  # [B]
+    seq: I32  # [m]
+    place: I32  # [m] within its sequence
+    out_rows: I32  # [r]
+    words: int
+    alone: U64  # [m, 1] what rows see that see themselves alone
+
+    @staticmethod
+    def of(before: list[int], nodes: list[int]) -> _Lines:
+        counts = np.array(before, np.int32) + np.array(nodes, np.int32)
+        row0 = np.cumsum(counts, dtype=np.int32) - counts
+        seq = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        place = np.arange(len(seq), dtype=np.int32) - row0[seq]
+        wanted = place >= np.array(before, np.int32)[seq]
+        wanted &= np.array(nodes, np.bool_)[seq]
+        out_rows = np.flatnonzero(wanted).astype(np.int32)
+        return _Lines(before, nodes, row0, seq, place, out_rows, -(-int(counts.max()) // WORD_BITS), np.ones((len(seq), 1), np.uint64))
+
+
 class Planner:
-    """Makes step plans. What a batch's plans have in common is kept from one step to the next: sampling values and page tables."""
+    """Makes step plans. What they have in common is kept from one step to the next: sampling values, page tables, how rows lie."""
 
     def __init__(self, page_size: int, config: EngineConfig) -> None:
         self._page_size, self._config = page_size, config
@@ -48,9 +79,12 @@ class Planner:
         self._edits: list[int] = []  # Sequence.page_edits as the tables show them
         self._sampling: dict[str, Array] = {}
         self._pages: I32 = np.zeros((0, 0), np.int32)
+        self._adjusted: list[int] = []  # places in the batch of those that may have adjustments
+        self._held: list[int] = []  # and of those with a constraint
+        self._lines = _Lines.of([0], [1])
 
-    def plan(self, shares: SequenceOf[Share], moves: I32) -> StepPlan:
-        """Lays the shares' rows one after another: m rows, B = len(shares) sequences.
+    def plan(self, shares: SequenceOf[Share], moves: I32) -> tuple[StepPlan, Grove]:
+        """Lays the shares' rows one after another: m rows, B = len(shares) sequences. Their trees, in order, too.
 
         moves: [n, 2] i32 slots (from, to) that the last step left to do. Decoding shares come first, as
         the scheduler orders them: their rows are then laid out in one pass.
@@ -59,28 +93,37 @@ class Planner:
         edits = [sequence.page_edits for sequence in batch]
         if batch != self._batch:
             self._batch, self._edits, self._sampling = batch, [], _sampling_of(batch)
+            self._adjusted = [b for b, sequence in enumerate(batch) if sequence.history.active]  # who is not stays so
+            self._held = [b for b, sequence in enumerate(batch) if sequence.constraint is not None]
         if edits != self._edits:
-            self._edits, self._pages = edits, _page_tables(batch)
-        counts = np.array([share.before + share.nodes for share in shares], np.int32)
-        row0 = np.cumsum(counts, dtype=np.int32) - counts
-        m, ctx = int(row0[-1]) + shares[-1].count, np.array([share.start for share in shares], np.int32)
-        seq = np.repeat(np.arange(len(shares), dtype=np.int32), counts)
-        at = np.arange(m, dtype=np.int32) + (ctx - row0)[seq]  # the position whose slot a row writes to
+            self._pages = _page_tables(batch, edits, self._edits, self._pages)
+            self._edits = edits
+        lines, before, nodes = self._lines, [share.before for share in shares], [share.nodes for share in shares]
+        if nodes != lines.nodes or before != lines.before:
+            lines = self._lines = _Lines.of(before, nodes)
+        ctx = np.array([share.start for share in shares], np.int32)
+        base = ctx.take(lines.seq)
+        at = base + lines.place  # the position whose slot a row writes to
         page, place = np.divmod(at, np.int32(self._page_size))
-        token, pos, ancestors, out_rows = _fill_rows(shares, at, int(counts.max()))
-        adjust, (mask_rows, masks) = self._tables(shares, row0)
-        return StepPlan(
-            bucket=self._config.bucket_for(m),
+        grove = _grove_of(shares)
+        if not any(before):
+            token = grove.token
+            pos, ancestors = (at, lines.alone) if grove.bare else (base + grove.depth, grove.ancestors(lines.words))
+        else:
+            token, pos, ancestors = _fill_chunks(shares, grove, lines, at)
+        adjust, (mask_rows, masks) = self._tables(shares, lines.row0)
+        plan = StepPlan(
+            bucket=self._config.bucket_for(len(token)),
             token=token,
             pos=pos,
-            slot=self._pages[seq, page] * np.int32(self._page_size) + place,
-            seq=seq,
+            slot=self._pages[lines.seq, page] * np.int32(self._page_size) + place,
+            seq=lines.seq,
             ancestors=ancestors,
             ctx=ctx,
-            row0=row0,
+            row0=lines.row0,
             pages=self._pages,
             moves=moves,
-            out_rows=out_rows,
+            out_rows=lines.out_rows,
             adjust_seq=adjust[0],
             adjust_seq_by=adjust[1],
             adjust_row=adjust[2],
@@ -89,11 +132,12 @@ class Planner:
             masks=masks,
             **self._sampling,
         )
+        return plan, grove
 
     def _tables(self, shares: SequenceOf[Share], row0: I32) -> tuple[tuple[I32, F32, I32, F32], tuple[I32, U32]]:
         """The adjustments and masks of those sequences that have any."""
-        adjusted = [(b, share) for b, share in enumerate(shares) if share.tree is not None and share.sequence.history.active]
-        held = [(b, share) for b, share in enumerate(shares) if share.tree is not None and share.sequence.constraint is not None]
+        adjusted = [(b, shares[b]) for b in self._adjusted if shares[b].nodes]
+        held = [(b, shares[b]) for b in self._held if shares[b].nodes]
         adjust, masks = NONE, NO_MASKS
         if adjusted:
             adjust = fill_adjustments((b, s.sequence.history, int(row0[b]) + s.before, s.tree) for b, s in adjusted if s.tree is not None)
@@ -116,38 +160,43 @@ def _sampling_of(batch: SequenceOf[Sequence]) -> dict[str, Array]:
     }
 
 
-def _page_tables(batch: SequenceOf[Sequence]) -> I32:
-    """[B, P], padded with the null page. A new array each time: plans that were handed over keep theirs."""
-    pages = np.zeros((len(batch), max(sequence.page_count for sequence in batch)), np.int32)
-    for row, sequence in zip(pages, batch, strict=True):
-        row[: sequence.page_count] = sequence.pages
+def _page_tables(batch: SequenceOf[Sequence], edits: list[int], known: list[int], tables: I32) -> I32:
+    """[B, P], padded with the null page. A new array each time: plans that were handed over keep theirs.
+
+    tables: of the same batch when its page_edits were `known`; only what has changed since is written where they are as wide as
+    needed, known [] means that there are none.
+    """
+    widest = max(sequence.page_count for sequence in batch)
+    if known and widest == tables.shape[1]:
+        pages, changed = tables.copy(), [b for b, (now, then) in enumerate(zip(edits, known, strict=True)) if now != then]
+    else:
+        pages, changed = np.zeros((len(batch), widest), np.int32), list(range(len(batch)))
+    for b in changed:
+        held = batch[b].page_count
+        pages[b, :held], pages[b, held:] = batch[b].pages, 0
     return pages
 
 
-def _fill_rows(shares: SequenceOf[Share], at: I32, longest: int) -> tuple[I32, I32, U64, I32]:
-    """token [m], pos [m] and ancestors [m, W] of all rows, and those [r] whose next token is wanted; `at` is pos where nothing branches."""
-    words = -(-longest // WORD_BITS)
-    trees = [share.tree for share in shares if share.before == 0 and share.tree is not None]
-    chunks = shares[len(trees) :]
-    tokens = [tree.token for tree in trees]
-    row = sum(map(len, tokens))
-    if row == len(at) == len(trees):  # plain decoding
-        return np.concatenate(tokens), at, np.ones((row, 1), np.uint64), np.arange(row, dtype=np.int32)
-    ancestors = np.zeros((len(at), words), np.uint64)
-    wanted = np.ones(len(at), np.bool_)
-    pos = at.copy()
-    if row > len(trees):
-        ancestors[:row] = forest_bits([tree.parent for tree in trees], words)
-        first = np.repeat(np.array([share.start for share in shares[: len(trees)]], np.int32), [len(t) for t in tokens])
-        pos[:row] = first + np.concatenate([tree.depth for tree in trees])
-    else:
-        ancestors[:row, 0] = 1
-    for share in chunks:
+def _grove_of(shares: SequenceOf[Share]) -> Grove:
+    """The trees of all shares that have one, in order: most often just those that came together."""
+    owners, trees = [share for share in shares if share.nodes], shares[0].trees
+    if isinstance(trees, Grove) and len(trees) == len(owners) and all(share.trees is trees for share in owners):
+        return trees
+    return Grove.of([share.trees[share.at] for share in owners])
+
+
+def _fill_chunks(shares: SequenceOf[Share], grove: Grove, lines: _Lines, at: I32) -> tuple[I32, I32, U64]:
+    """token [m], pos [m] and ancestors [m, W] where chunks follow the trees; `at` is pos where nothing branches."""
+    trees = sum(share.before == 0 for share in shares)
+    row = sum(grove.sizes[:trees])
+    pos, ancestors, tokens = at.copy(), np.zeros((len(at), lines.words), np.uint64), [grove.token[:row]]
+    pos[:row] += (grove.depth - (np.arange(len(grove.token)) - grove.start))[:row].astype(np.int32)
+    ancestors[:row] = grove.ancestors(lines.words)[:row]
+    for share in shares[trees:]:
         if share.before == 0:
             raise RuntimeError(f"sequence {share.sequence.id}: a tree after a chunk; trees come first in a plan")
         count = share.count
         tokens.append(share.sequence.tokens[share.start : share.start + count])
-        ancestors[row : row + count] = chain_bits(count, words)
-        wanted[row : row + share.before] = False
+        ancestors[row : row + count] = chain_bits(count, lines.words)
         row += count
-    return np.concatenate(tokens), pos, ancestors, np.flatnonzero(wanted).astype(np.int32)
+    return np.concatenate(tokens), pos, ancestors

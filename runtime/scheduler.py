@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import count, islice
 
-import numpy as np
-
+from runtime.grove import Grove, Offer
 from runtime.pages import PagePool
 from runtime.rows import Share
 from runtime.sequence import Sequence
@@ -80,20 +79,22 @@ class Scheduler:
         """
         if min(nodes, depth) < 1:
             return []
-        wishes: list[tuple[Sequence, int]] = []
-        decoding = 0
+        wishing: list[Sequence] = []
+        wishes: list[int] = []
+        decoding, last, longest = 0, self.last_draftable, self.max_len
         for sequence in self.running:
-            if sequence.length - sequence.computed == 1:
+            computed, length = sequence.computed, sequence.length
+            if length - computed == 1:
                 decoding += 1
-                if sequence.left > 1 and 0 < sequence.computed <= self.last_draftable:
+                if 0 < computed <= last and sequence.left > 1:
                     cap = nodes if sequence.most_nodes is None else min(nodes, sequence.most_nodes)
-                    wishes.append((sequence, min(cap, self.max_len - sequence.length)))
-        rows = self._node_rows(decoding, self._prompt_rows(with_waiting=True))
-        shares = _level([wish for _, wish in wishes], rows)
+                    wishing.append(sequence)
+                    wishes.append(min(cap, longest - length))
+        shares = _level(wishes, self._node_rows(decoding, self._prompt_rows(with_waiting=True)))
         now_s = time.monotonic()
         return [
-            Root(s.id, s.tokens, s.pages, share, min(depth, s.left - 1), wish, s.draft_weight(now_s))
-            for (s, wish), share in zip(wishes, shares, strict=True)
+            Root(s.request.id, s.tokens, s.pages, share, min(depth, s.left - 1), wish, s.draft_weight(now_s))
+            for s, wish, share in zip(wishing, wishes, shares, strict=True)
             if share > 0
         ]
 
@@ -119,23 +120,53 @@ class Scheduler:
         self._prepared = False
         decoding = [s for s in self.running if s.length - s.computed == 1]
         nodes = self._node_rows(len(decoding), self._prompt_rows())
-        shares: list[Share] = []
-        left = self.max_rows
-        chunk = self.chunk if decoding else self.max_rows
-        for sequence in decoding:
-            tree = trees.get(sequence.id)
-            tree = _root_only(sequence.newest) if tree is None else self._fit(sequence, tree, nodes)
-            size = len(tree.token)
-            nodes -= size - 1
-            left -= size
-            shares.append(Share(sequence, sequence.computed, 0, size, tree))
-        for sequence in self.running if len(decoding) < len(self.running) else ():
-            if sequence.pending > 1 and min(left, chunk) > 0:
-                rows = min(sequence.pending, left, chunk)
-                left -= rows
-                chunk -= rows
-                shares.append(_chunk(sequence, rows))
+        grown = self._whole(decoding, trees, nodes)
+        if grown is not None:
+            shares = [Share(s, s.computed, 0, size, grown, at) for at, (s, size) in enumerate(zip(decoding, grown.sizes, strict=True))]
+        else:
+            shares = []
+            for sequence in decoding:
+                tree = trees.get(sequence.id)
+                fit = Grove.roots([sequence.newest]) if tree is None else [self._fit(sequence, tree, nodes)]
+                shares.append(Share(sequence, sequence.computed, 0, len(fit[0]), fit))
+                nodes -= shares[-1].nodes - 1
+        if len(decoding) < len(self.running):
+            left = self.max_rows - sum(share.nodes for share in shares)
+            chunk = self.chunk if decoding else self.max_rows
+            for sequence in self.running:
+                if sequence.pending > 1 and min(left, chunk) > 0:
+                    rows = min(sequence.pending, left, chunk)
+                    left -= rows
+                    chunk -= rows
+                    shares.append(_chunk(sequence, rows))
         return shares
+
+    def _whole(self, decoding: list[Sequence], trees: Mapping[str, DraftTree], nodes: int) -> Grove | None:
+        """All trees in one, with their pages taken, where every sequence that decodes gets its whole tree or none has one; else None.
+
+        64 trees are then looked at in a tenth of the time that `_fit` takes for each.
+        """
+        newest = [s.newest for s in decoding]
+        if not trees:
+            return Grove.roots(newest)
+        if not isinstance(trees, Offer) or not isinstance(grown := trees.trees, Grove) or trees.ids != [s.request.id for s in decoding]:
+            return None
+        if len(grown.token) - len(decoding) > nodes or grown.token[grown.first].tolist() != newest:
+            return None
+        size, total, wanted = self.pool.page_size, 0, list[tuple[Sequence, int]]()
+        for sequence, rows in zip(decoding, grown.sizes, strict=True):
+            end = sequence.computed + rows
+            if end > self.max_len:
+                return None
+            missing = -(-end // size) - sequence.page_count
+            if missing > 0:
+                total += missing
+                wanted.append((sequence, missing))
+        if total > self.pool.available:
+            return None
+        for sequence, missing in wanted:
+            sequence.add_pages(self.pool.take(missing))
+        return grown
 
     def give_back(self, sequence: Sequence) -> None:
         """Returns the pages beyond the sequence's tokens: those of rejected draft nodes."""
@@ -257,20 +288,11 @@ class Scheduler:
         return tree
 
 
-_NO_PARENT = np.array([-1], np.int16)
-_AT_ROOT = np.array([0], np.int16)
-
-
-def _root_only(token: int) -> DraftTree:
-    """DraftTree.root_only with shared arrays: a third of its time, once a sequence and step of plain decoding."""
-    return DraftTree(np.array([token], np.int32), _NO_PARENT, _AT_ROOT)
-
-
 def _chunk(sequence: Sequence, count: int) -> Share:
     """The next `count` tokens; the newest, if among them, as a tree of one node."""
     if count < sequence.pending:
-        return Share(sequence, sequence.computed, count, 0, None)
-    return Share(sequence, sequence.computed, count - 1, 1, _root_only(sequence.newest))
+        return Share(sequence, sequence.computed, count, 0, ())
+    return Share(sequence, sequence.computed, count - 1, 1, Grove.roots([sequence.newest]))
 
 
 def _level(wishes: list[int], total: int) -> list[int]:

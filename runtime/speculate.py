@@ -12,6 +12,7 @@ import numpy as np
 from runtime.config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from runtime.executor import Executor, begin_draft
 from runtime.flight import Flight
+from runtime.grove import Grove
 from runtime.stats import EngineStats
 from runtime.tree import chain, grow
 from runtime.types import I32, DraftLogits, DraftPlan, DraftTree
@@ -75,7 +76,7 @@ class Verified:
     sound: bool  # False: a row of the path was not finite, or a constraint took nodes out, so that `path` counts other nodes
 
 
-Trees = Callable[[], list[DraftTree]]
+Trees = Callable[[], Sequence[DraftTree]]
 
 
 @runtime_checkable
@@ -141,7 +142,7 @@ class TreeSpeculation:
         with stats.stage("draft"):
             flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
 
-        def trees() -> list[DraftTree]:
+        def trees() -> Grove:
             with stats.stage("draft"):
                 logits = flight.land()
             with stats.stage("grow"):
@@ -149,26 +150,20 @@ class TreeSpeculation:
 
         return trees
 
-    def _grow(self, roots: Sequence[Root], logits: DraftLogits) -> list[DraftTree]:
+    def _grow(self, roots: Sequence[Root], logits: DraftLogits) -> Grove:
         """Trees in the order of roots. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
-        depths = [min(self.depth, root.depth) for root in roots]
         tokens = np.array([root.token for root in roots], np.int32)
+        depths = [min(self.depth, root.depth) for root in roots]
         if self._chain:
             return chain(logits, tokens, [min(depth, root.nodes) for depth, root in zip(depths, roots, strict=True)])
-        trees: dict[int, DraftTree] = {}
-        for depth in set(depths):
-            members = [i for i, own in enumerate(depths) if own == depth]
-            part = logits if len(members) == len(roots) else DraftLogits(logits.ids[members], logits.logp[members])
-            budgets = [min(self.nodes, roots[i].nodes) for i in members]
-            trees.update(zip(members, grow(part, tokens[members], budgets, depth), strict=True))
-        return [trees[i] for i in range(len(roots))]
+        return grow(logits, tokens, [min(self.nodes, root.nodes) for root in roots], depths if min(depths) < self.depth else self.depth)
 
 
-def roots_only(roots: Sequence[Root]) -> list[DraftTree]:
+def roots_only(roots: Sequence[Root]) -> Grove:
     """Trees without a draft."""
-    return [DraftTree.root_only(root.token) for root in roots]
+    return Grove.roots([root.token for root in roots])
 
 
 def write_taps(executor: Executor, taps: Taps, stats: EngineStats) -> None:

@@ -64,7 +64,7 @@ class SurveyTrees:
             return list
         flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
 
-        def trees() -> list[DraftTree]:
+        def trees() -> Sequence[DraftTree]:
             logits = flight.land()
             self._clock.count_draft(len(roots), stats)
             nodes, more = divmod(max(0, self.rows - len(roots)), len(roots))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.grove import Grove
 from runtime.types import I16, I32, I64, Array, DraftLogits, DraftTree
 
 F64 = NDArray[np.float64]
@@ -50,18 +51,20 @@ class Forest:
     key: F64  # [B, N + 1]
     size: I64  # [B] nodes without the root
 
-    def cut(self, budget: Array) -> list[DraftTree]:
+    def cut(self, budget: Array) -> Grove:
         """Returns each stream's first min(budget[b], size[b]) nodes under its root; budget: [B] int."""
-        lengths = (np.minimum(budget, self.size) + 1).tolist()
-        token, parent, depth = self.token, self.parent, self.depth
-        return [DraftTree(token[b, :n], parent[b, :n], depth[b, :n]) for b, n in enumerate(lengths)]
+        lengths = np.minimum(budget, self.size) + 1
+        if (lengths == self.token.shape[1]).all():
+            return Grove(self.token.ravel(), self.parent.ravel(), self.depth.ravel(), lengths.tolist())
+        kept = np.arange(self.token.shape[1]) < lengths[:, None]
+        return Grove(self.token[kept], self.parent[kept], self.depth[kept], lengths.tolist())
 
 
-def grow(logits: DraftLogits, root: I32, budget: int | Sequence[int], max_depth: int | None = None) -> list[DraftTree]:
+def grow(logits: DraftLogits, root: I32, budget: int | Sequence[int], max_depth: int | Sequence[int] | None = None) -> Grove:
     """Grows the best tree of at most `budget` nodes for every stream.
 
     logits: B streams, D depths, K choices; root: [B] i32 bonus tokens. budget counts nodes without
-    the root, one for all streams or one each; 0 gives the root alone. A tree holds fewer nodes when
+    the root, one for all streams or one each, likewise max_depth; 0 gives the root alone. A tree holds fewer nodes when
     K and D do not offer as many, or when the rest has probability 0 (log-probability -inf or NaN).
     Raises ValueError on shapes that disagree or a negative budget.
     Cost: O(B n log n) over the candidates of `_candidates`. Source: arXiv 2604.12989, algorithm 1.
@@ -70,13 +73,14 @@ def grow(logits: DraftLogits, root: I32, budget: int | Sequence[int], max_depth:
     return grow_forest(logits, root, int(budgets.max(initial=0)), max_depth).cut(budgets)
 
 
-def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | None = None) -> Forest:
+def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | Sequence[int] | None = None) -> Forest:
     """Grows like `grow` with one budget for all streams, and keeps the keys for a later cut."""
     ids, logp = logits.ids, logits.logp
     if ids.shape != logp.shape or ids.ndim != 3 or len(ids) != len(root):
         raise ValueError(f"draft logits: ids {ids.shape}, logp {logp.shape}, root {root.shape} must be [B, D, K], [B, D, K], [B]")
     streams, depth, choices = ids.shape
-    depth = depth if max_depth is None else min(depth, max_depth)
+    limit = np.array(depth if max_depth is None else max_depth)
+    depth = min(depth, int(limit.max(initial=0)))
     if min(streams, depth, choices, budget) <= 0:
         return _roots(root)
     if budget > MAX_NODES:
@@ -86,6 +90,8 @@ def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | No
     # Ranks and depths past the budget are in no tree of its size.
     depth, choices = min(depth, budget), min(choices, budget)
     cost = np.maximum.accumulate(np.maximum(-logp[:, :depth, :choices].astype(np.float64), 0.0), axis=2)
+    if limit.ndim:
+        cost[np.arange(depth) >= limit[:, None]] = np.inf
     table = _candidates(budget, depth, choices)
     if table is None:
         return _stack(root, [_grow_heap(ids[b], cost[b], budget) for b in range(streams)])
@@ -95,7 +101,7 @@ def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | No
     return forest or _grow_table(ids, cost, root, budget, table)
 
 
-def chain(logits: DraftLogits, root: I32, depth: int | Sequence[int]) -> list[DraftTree]:
+def chain(logits: DraftLogits, root: I32, depth: int | Sequence[int]) -> Grove:
     """Returns each stream's likeliest token at every depth: a tree without branches.
 
     depth: nodes without the root, one for all streams or one each, cut at D and before the first
@@ -103,10 +109,12 @@ def chain(logits: DraftLogits, root: I32, depth: int | Sequence[int]) -> list[Dr
     """
     lengths = np.minimum(_budgets(depth, len(root)), logits.ids.shape[1])
     possible = np.logical_and.accumulate(logits.logp[:, :, 0] > -np.inf, axis=1).sum(axis=1)
-    lengths = np.minimum(lengths, possible).tolist()
-    place = np.arange(max(lengths, default=0) + 1, dtype=np.int16)
+    lengths = np.minimum(lengths, possible) + 1
+    depth_of = np.arange(lengths.max(initial=1), dtype=np.int16)
+    kept = depth_of < lengths[:, None]
     token = np.concatenate([root[:, None], logits.ids[:, :, 0]], axis=1).astype(np.int32)
-    return [DraftTree(token[b, : n + 1], place[: n + 1] - np.int16(1), place[: n + 1]) for b, n in enumerate(lengths)]
+    depths = np.broadcast_to(depth_of, kept.shape)[kept]
+    return Grove(token[:, : kept.shape[1]][kept], depths - np.int16(1), depths, lengths.tolist())
 
 
 def random_tree(rng: np.random.Generator, root: int, vocab_size: int, budget: int, max_depth: int) -> DraftTree:

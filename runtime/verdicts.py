@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.accept import accept
-from runtime.types import I32, I64, Bools, DraftTree
+from runtime.grove import Grove
+from runtime.types import I32, Bools, DraftTree
 
 
 @dataclass(slots=True)
@@ -31,42 +32,21 @@ def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> list[Verdict
     trees: in the order of the out_rows, T nodes in all; target: [T] i32; sound: [T], False where the
     row's token means nothing. A row off the path changes nothing: plain decoding would not see it.
     """
-    sizes = np.fromiter(map(len, trees), np.int64, len(trees))
-    first = np.cumsum(sizes) - sizes
-    taken = _accepted(trees, first, sizes, target)
+    grove, every = Grove.of(trees), bool(sound.all())
+    if grove.bare and every:
+        return [Verdict([0], [token], False, row) for row, token in enumerate(target.tolist())]
+    taken = grove.accepted(target)
     if taken is None:  # siblings with one token, which only a faulty drafter makes: the definition decides
-        paths = [accept(tree, target[at : at + len(tree)]).path + at for tree, at in zip(trees, first.tolist(), strict=True)]
-        nodes, counts = np.concatenate(paths), [len(path) for path in paths]
+        nodes = np.concatenate([accept(tree, target[at : at + len(tree)]).path + at for tree, at in zip(trees, grove.first, strict=True)])
     else:
-        nodes, counts = np.flatnonzero(taken), np.add.reduceat(taken, first, dtype=np.int64).tolist()
-    node, token = nodes.tolist(), target[nodes].tolist()
-    good = sound[nodes].tolist()
-    every = all(good)
-    verdicts: list[Verdict] = []
-    at = 0
-    for count, start in zip(counts, first.tolist(), strict=True):
-        end = at + count
-        kept = end if every else next((i for i in range(at, end) if not good[i]), end)
-        verdicts.append(Verdict([n - start for n in node[at:kept]], token[at:kept], kept < end, start))
-        at = end
+        nodes = np.flatnonzero(taken)
+    node, token = (nodes - grove.start[nodes]).tolist(), target[nodes].tolist()
+    first, at = grove.first.tolist(), np.searchsorted(nodes, grove.first).tolist()
+    ends = [*at[1:], len(node)]
+    if every:
+        return [Verdict(node[i:j], token[i:j], False, row) for i, j, row in zip(at, ends, first, strict=True)]
+    good, verdicts = sound[nodes].tolist(), list[Verdict]()
+    for i, j, row in zip(at, ends, first, strict=True):
+        kept = next((k for k in range(i, j) if not good[k]), j)
+        verdicts.append(Verdict(node[i:kept], token[i:kept], kept < j, row))
     return verdicts
-
-
-def _accepted(trees: Sequence[DraftTree], first: I64, sizes: I64, target: I32) -> Bools | None:
-    """Which nodes of all trees lie on their tree's path, [T]; None if a path forks."""
-    total = len(target)
-    taken = np.ones(total, np.bool_)
-    if total == len(trees):
-        return taken
-    start = np.repeat(first, sizes)
-    parent = np.concatenate([tree.parent for tree in trees]) + start
-    parent[first] = first
-    taken = np.concatenate([tree.token for tree in trees]) == target[parent]
-    taken[first] = True
-    while (parent != start).any():  # after k rounds a node knows of its 2^k nearest ancestors, then looks beyond them
-        taken &= taken[parent]
-        parent = parent[parent]
-    path = np.flatnonzero(taken)
-    place = np.arange(len(path)) - np.searchsorted(path, start[path])
-    depth = np.concatenate([tree.depth for tree in trees])
-    return taken if (depth[path] == place).all() else None

@@ -8,6 +8,7 @@ import pytest
 
 from runtime import tree
 from runtime.bits import ancestor_bits, chain_bits, forest_bits
+from runtime.grove import Grove
 from runtime.tree import chain, check_tree, grow, grow_forest, random_tree
 from runtime.types import DraftLogits, DraftTree
 from tests.pace import ratio, sums
@@ -153,7 +154,7 @@ def test_limits_smaller_than_the_budget(way: str) -> None:
     assert max(g.depth.max() for g in shallow) == 2
     for nothing in (grow(logits, np.zeros(2, np.int32), 5, max_depth=0), grow(logits, np.zeros(2, np.int32), 0)):
         assert [len(g) for g in nothing] == [1, 1]
-    assert grow(DraftLogits(np.zeros((0, 3, 2), np.int32), np.zeros((0, 3, 2), np.float32)), np.zeros(0, np.int32), 4) == []
+    assert not len(grow(DraftLogits(np.zeros((0, 3, 2), np.int32), np.zeros((0, 3, 2), np.float32)), np.zeros(0, np.int32), 4))
 
 
 def test_impossible_and_invalid_log_probabilities_never_grow(way: str) -> None:
@@ -237,9 +238,15 @@ def test_ancestor_bits(nodes: int, words: int) -> None:
 
 def test_forest_bits_are_the_trees_bits_below_each_other() -> None:
     rng = np.random.default_rng(4)
-    parents = [random_tree(rng, 0, 99, budget, 7).parent for budget in (0, 16, 3, 63, 0, 40)]
-    assert np.array_equal(forest_bits(parents, 2), np.concatenate([ancestor_bits(p, 2) for p in parents]))
-    assert forest_bits([], 1).shape == (0, 1)
+    trees = [random_tree(rng, 0, 99, budget, 7) for budget in (0, 16, 3, 63, 0, 40)]
+    parents = [each.parent for each in trees]
+    want = np.concatenate([ancestor_bits(p, 2) for p in parents])
+    assert np.array_equal(forest_bits(parents, 2), want) and np.array_equal(Grove.of(trees).ancestors(2), want)
+    assert np.array_equal(Grove.of(trees).ancestors(1), want[:, :1]) and not want[:, 1].any()
+    assert not np.array_equal(Grove.of(trees[::-1]).ancestors(2), want), "the order of the trees is that of the rows"
+    assert forest_bits([], 1).shape == Grove.of([]).ancestors(1).shape == (0, 1)
+    with pytest.raises(ValueError, match=r"node 1 has parent 1"):
+        Grove.of([DraftTree(trees[1].token, np.array([-1, *range(1, len(trees[1]))], np.int16), trees[1].depth)])
 
 
 def test_ancestor_bits_refuse_what_is_no_tree() -> None:
