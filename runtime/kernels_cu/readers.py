@@ -111,6 +111,7 @@ class Readers:
         """Returns when all jobs are enqueued; the device's stream waits for them. Raises what a reader met."""
         taken = 0
         try:
+            self._send(Spent())  # what an interrupted turn has left
             while taken < AHEAD:
                 self._room.get()
                 taken += 1
@@ -193,12 +194,13 @@ class Readers:
             start = time.perf_counter()
             try:
                 while self._full:
-                    self._send_one(*self._full.popleft(), spent)
+                    self._send_first(spent)
             finally:
                 self._order.release()
             spent.sending += time.perf_counter() - start
 
-    def _send_one(self, job: Job, slot: int, full: float, spent: Spent) -> None:
+    def _send_first(self, spent: Spent) -> None:
+        job, slot, full = self._full[0]  # stays until it is sent: an interrupted main thread loses none
         try:
             spent.late += time.perf_counter() - full
             if self._fault is None:
@@ -210,6 +212,7 @@ class Readers:
         except BaseException as fault:
             self._fault = self._fault or fault
         finally:
+            self._full.popleft()
             self._free.put(slot)
             self._room.put(None)
 

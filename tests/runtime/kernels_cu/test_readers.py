@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_no_reader_waits_for_another_to_send(path):
 
     for i in range(8):
         ring.submit(Job(((rows(path, 100 * i, 1), 0),), 100, out[i].ctypes.data, (launch,)))
-    until(lambda: len(ring._full) == 3)
+    until(lambda: len(ring._full) == 4)
     assert len(by) == link.sent == 1
     held.set()
     ring.settle()
@@ -119,8 +120,9 @@ def test_no_reader_waits_for_another_to_send(path):
     ring.close()
 
 
-def test_what_is_read_while_the_main_thread_enqueues_is_sent(path):
-    """By the main thread, when it is done: no reader comes again for it."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_read_while_the_main_thread_enqueues_is_sent(path, fails):
+    """By the main thread, when it is done or its launch has failed: no reader comes again for it."""
     link, out = HostLink(), np.zeros(100, np.uint8)
     ring = readers(link)
 
@@ -129,26 +131,38 @@ def test_what_is_read_while_the_main_thread_enqueues_is_sent(path):
         until(lambda: ring._full)
         time.sleep(0.01)  # its reader has tried
         assert not link.sent
+        if fails:
+            raise OSError("launch of hash_i32")
 
-    ring.enqueue(launch)
+    with pytest.raises(OSError, match="launch of hash_i32") if fails else nullcontext():
+        ring.enqueue(launch)
     until(lambda: link.sent == 1)
     ring.close()
     assert out.tobytes() == path.read_bytes()[300:400]
 
 
-def test_a_fault_of_the_main_threads_launch_leaves_nothing_unsent(path):
+def test_an_interrupted_main_thread_leaves_nothing_unsent(path, monkeypatch):
     link, out = HostLink(), np.zeros(100, np.uint8)
     ring = readers(link)
+    first = Readers._send_first
+
+    def interrupted(ring, spent):
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.setattr(Readers, "_send_first", first)
+            raise KeyboardInterrupt
+        first(ring, spent)
 
     def launch(_):
         ring.submit(Job(((rows(path, 300, 1), 0),), 100, out.ctypes.data))
         until(lambda: ring._full)
-        raise OSError("launch of hash_i32")
+        time.sleep(0.01)  # its reader has tried
+        monkeypatch.setattr(Readers, "_send_first", interrupted)
 
-    with pytest.raises(OSError, match="launch of hash_i32"):
+    with pytest.raises(KeyboardInterrupt):
         ring.enqueue(launch)
-    until(lambda: link.sent == 1)
+    assert not link.sent
     ring.close()
+    assert link.sent == 1
 
 
 def test_a_fault_while_sending_is_told_and_frees_the_slot(path):
