@@ -18,6 +18,7 @@ from tools.mla_rig import PLAN, Attention
 pytestmark = pytest.mark.gpu
 TOLERANCE = OPS["tree_mla"].tolerance
 ROWS = Config(octets=8, slots=18, rows=True)
+KINDS = [Config(octets=3, slots=24, ahead=9), Config(octets=9), ROWS]  # as they are served: a merge of its own, one in place, rows
 
 
 class Device(Attention):
@@ -88,7 +89,7 @@ def test_a_row_alone_equals_the_row_in_company(config):
         check_bitwise(Device(alone, config).run(), together[rows], f"sequence {b} alone")
 
 
-@pytest.mark.parametrize("config", [Config(octets=9), ROWS], ids=str)
+@pytest.mark.parametrize("config", KINDS, ids=str)
 def test_ten_runs_agree_in_every_bit(config):
     batch = make_batch(8, [9] * 10, [2000 + 37 * b for b in range(10)], seed=5)
     device = Device(batch, config)
@@ -97,7 +98,7 @@ def test_ten_runs_agree_in_every_bit(config):
         check_bitwise(device.run(), first)
 
 
-@pytest.mark.parametrize("config", [Config(octets=9), ROWS], ids=str)
+@pytest.mark.parametrize("config", KINDS, ids=str)
 def test_one_graph_serves_every_length(config):
     """Captured once, replayed with other lengths, rows and masks; the output is NaN before each replay."""
     longest = make_batch(8, [9, 9], [4097, 4097], seed=6)
