@@ -91,7 +91,6 @@ class Cycle:
             flight = Flight(begin_step(self._executor, plan), stats)
             self._moves = self._moves[:0]
         self._flying = True
-        grove.prepare()
         if self._untold is not None:
             meanwhile()
         with stats.stage("verify"):

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
+from functools import cache, cached_property, lru_cache
 from typing import overload
 
 import numpy as np
 
-from runtime.types import I16, I32, I64, U64, Bools, DraftTree
+from runtime.types import I16, I32, I64, U64, DraftTree
 
 
 class Grove(Sequence[DraftTree]):
@@ -33,7 +32,7 @@ class Grove(Sequence[DraftTree]):
         token, sizes = np.concatenate([tree.token for tree in trees]), [len(tree.token) for tree in trees]
         parent, depth = np.concatenate([tree.parent for tree in trees]), np.concatenate([tree.depth for tree in trees])
         found = Grove(token, parent, depth, sizes)
-        node: I64 = np.arange(len(token)) - found.start
+        node: I64 = found.lines.node
         bad = np.flatnonzero((parent >= node) | (parent < -1) | ((parent < 0) != (node == 0)))
         if len(bad):
             raise ValueError(f"draft tree: node {node[bad[0]]} has parent {parent[bad[0]]}; a root has -1, any other node a smaller one")
@@ -56,7 +55,7 @@ class Grove(Sequence[DraftTree]):
     def __getitem__(self, index: int | slice) -> DraftTree | list[DraftTree]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        end = self.ends[index]
+        end = self.lines.ends[index]
         first = end - self.sizes[index]
         return DraftTree(self.token[first:end], self.parent[first:end], self.depth[first:end])
 
@@ -69,60 +68,70 @@ class Grove(Sequence[DraftTree]):
         return len(self.token) == len(self.sizes)
 
     @cached_property
-    def ends(self) -> list[int]:
-        """[B] one past each tree's last node."""
-        return list(accumulate(self.sizes))
-
-    @cached_property
-    def first(self) -> I64:
-        """[B] each tree's root."""
-        return np.array(self.ends, np.int64) - np.array(self.sizes, np.int64)
-
-    @cached_property
-    def start(self) -> I64:
-        """[T] the root of each node's tree."""
-        return np.repeat(self.first, self.sizes)
+    def lines(self) -> Lines:
+        return _lines(tuple(self.sizes))
 
     @cached_property
     def leaps(self) -> list[I64]:
         """[T] each: the node 1, 2, 4 … above every node, or its root; as many as the deepest node needs."""
-        leap = self.parent + self.start
-        leap[self.first] = self.first
+        first, leap = self.lines.first, self.parent + self.lines.start
+        leap[first] = first
         found = []
         for _ in range(int(self.depth.max(initial=0)).bit_length()):
             found.append(leap)
-            leap = leap[leap]
+            leap = leap.take(leap)
         return found
-
-    def prepare(self) -> None:
-        """Makes now what `accepted` will look at."""
-        if not self.bare:
-            _ = self.leaps, self.ends
 
     def ancestors(self, words: int) -> U64:
         """[T, words] bit j of a node's row is set iff j is the node, in its own tree, or above it. By doubling the leap."""
-        node = np.arange(len(self.token)) - self.start
-        if words == 1:
-            bits = np.left_shift(np.uint64(1), node.astype(np.uint64))
-        else:
+        bits = self.lines.bits
+        if words > 1:
+            node = self.lines.node
             bits = np.zeros((len(node), words), np.uint64)
-            bits[np.arange(len(node)), node // 64] = np.left_shift(np.uint64(1), (node % 64).astype(np.uint64))
+            bits[np.arange(len(node)), node // 64] = self.lines.bits
         for leap in self.leaps:
-            bits |= bits[leap]
+            bits = bits | bits.take(leap, axis=0)
         return bits.reshape(-1, words)
 
-    def accepted(self, target: I32) -> Bools | None:
-        """[T] nodes that lie on their tree's path: the target drew the node's token at its parent, and so on up. None if a path forks."""
+    def walk(self, target: I32) -> tuple[I64, list[int]] | None:
+        """The nodes on the trees' paths, rising, and how many each tree has; None if a path forks.
+
+        On it are those whose token the target drew at their parent, and so on up. target: [T] i32.
+        """
         if self.bare:
-            return np.ones(len(target), np.bool_)
-        leaps, first = self.leaps, self.first
-        taken = self.token == target[leaps[0]]
+            return self.lines.first, self.sizes
+        leaps, first = self.leaps, self.lines.first
+        taken = self.token == target.take(leaps[0])
         taken[first] = True
         for leap in leaps:  # then a node knows of its 2, 4, 8 … nearest ancestors
-            taken &= taken[leap]
-        path = np.flatnonzero(taken)
-        place = np.arange(len(path)) - np.searchsorted(path, self.start[path])
-        return taken if (self.depth[path] == place).all() else None
+            taken &= taken.take(leap)
+        nodes = np.flatnonzero(taken)
+        ends = np.append(nodes.searchsorted(first[1:]), len(nodes))
+        counts = np.diff(ends, prepend=0)
+        if (self.depth.take(nodes.take(ends - 1)) + 1 != counts).any():  # who is taken with all above is a chain, or more than its depth
+            return None
+        return nodes, counts.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """How the nodes of trees of given sizes lie."""
+
+    ends: list[int]  # [B] one past each tree's last node
+    first: I64  # [B] each tree's root
+    start: I64  # [T] the root of each node's tree
+    node: I64  # [T] its place in the tree
+    bits: U64  # [T] bit node % 64
+
+
+@lru_cache(maxsize=64)
+def _lines(sizes: tuple[int, ...]) -> Lines:
+    """Trees of one size come step after step."""
+    count = np.array(sizes, np.int64)
+    ends = count.cumsum()
+    start = np.repeat(ends - count, count)
+    node = np.arange(len(start)) - start
+    return Lines(ends.tolist(), ends - count, start, node, np.left_shift(np.uint64(1), (node % 64).astype(np.uint64)))
 
 
 @dataclass(frozen=True, slots=True)

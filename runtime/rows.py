@@ -190,7 +190,7 @@ def _fill_chunks(shares: SequenceOf[Share], grove: Grove, lines: _Lines, at: I32
     trees = sum(share.before == 0 for share in shares)
     row = sum(grove.sizes[:trees])
     pos, ancestors, tokens = at.copy(), np.zeros((len(at), lines.words), np.uint64), [grove.token[:row]]
-    pos[:row] += (grove.depth - (np.arange(len(grove.token)) - grove.start))[:row].astype(np.int32)
+    pos[:row] += (grove.depth - grove.lines.node)[:row].astype(np.int32)
     ancestors[:row] = grove.ancestors(lines.words)[:row]
     for share in shares[trees:]:
         if share.before == 0:

@@ -151,7 +151,7 @@ class Scheduler:
             return Grove.roots(newest)
         if not isinstance(trees, Offer) or not isinstance(grown := trees.trees, Grove) or trees.ids != [s.request.id for s in decoding]:
             return None
-        if len(grown.token) - len(decoding) > nodes or grown.token[grown.first].tolist() != newest:
+        if len(grown.token) - len(decoding) > nodes or grown.token.take(grown.lines.first).tolist() != newest:
             return None
         size, total, wanted = self.pool.page_size, 0, list[tuple[Sequence, int]]()
         for sequence, rows in zip(decoding, grown.sizes, strict=True):

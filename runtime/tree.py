@@ -96,8 +96,8 @@ def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | Se
     if table is None:
         return _stack(root, [_grow_heap(ids[b], cost[b], budget) for b in range(streams)])
     forest = None
-    if streams * len(table.rank) > MANY_CANDIDATES and (choices + 1) ** depth < 2**62:
-        forest = _grow_bounded(ids, cost, root, budget, streams * len(table.rank) // 4)
+    if streams * len(table.order) > MANY_CANDIDATES and (choices + 1) ** depth < 2**62:
+        forest = _grow_bounded(ids, cost, root, budget, streams * len(table.order) // 4)
     return forest or _grow_table(ids, cost, root, budget, table)
 
 
@@ -172,7 +172,7 @@ class _Candidates:
     order: I64  # [C] their places in the levels, one after the other
     parent: I64  # [C] candidate above, C for the root
     depth: I16  # [C] from 1
-    rank: I64  # [C]
+    choice: I64  # [C] its last token, among the choices of all depths
 
 
 @functools.lru_cache(maxsize=256)
@@ -213,9 +213,9 @@ def _candidates(budget: int, depth: int, choices: int) -> _Candidates | None:
     uppers = [np.full(widest, count), *(place[first + up] for first, up in zip(starts, parents[1:], strict=False))]
     depths = np.count_nonzero(tuples >= 0, axis=1)
     places = np.arange(deep)[:, None] * (choices + 1) + np.where(tuples >= 0, tuples, choices).T if count <= SORTED else None
-    ranks = tuples[np.arange(count), depths - 1]
+    choice = (depths - 1) * choices + tuples[np.arange(count), depths - 1]
     each = tuple((up, paths[:, -1].copy()) for up, paths in zip(parents, levels, strict=True))
-    return _Candidates(places, each, order, np.concatenate(uppers)[order], depths.astype(np.int16), ranks)
+    return _Candidates(places, each, order, np.concatenate(uppers)[order], depths.astype(np.int16), choice)
 
 
 def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates) -> Forest:
@@ -225,21 +225,21 @@ def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates)
     most = min(budget, count)
     stream = np.arange(streams)[:, None]
     if table.places is not None:
-        picked = np.argsort(total, axis=1, kind="stable")[:, :most]
-        found = total[stream, picked]
+        picked = total.argsort(axis=1, kind="stable")[:, :most]
+        found = total.take(picked + stream * count)
     else:
         kept = total <= _nth(total, most)[:, None]  # finite costs only; beyond `most` where the last place is tied
         columns, kept_cost = _rows_of(kept, np.count_nonzero(kept, axis=1), total)
-        ranking = np.argsort(kept_cost, axis=1, kind="stable")[:, :most]
+        ranking = kept_cost.argsort(axis=1, kind="stable")[:, :most]
         picked, found = columns[stream, ranking], kept_cost[stream, ranking]
         most = picked.shape[1]
     node_of = np.zeros((streams, count + 1), np.int16)
     node_of[stream, picked[:, ::-1]] = np.arange(most, 0, -1, dtype=np.int16)  # padding repeats candidate 0; its true place comes last
+    tokens = ids[:, : cost.shape[1], : cost.shape[2]].reshape(-1)
     forest = _roots(root, most)
-    forest.parent[:, 1:] = node_of[stream, table.parent[picked]]
-    depth = table.depth[picked]
-    forest.depth[:, 1:] = depth
-    forest.token[:, 1:] = ids[stream, depth - 1, table.rank[picked]]
+    forest.parent[:, 1:] = node_of.take(table.parent.take(picked) + stream * (count + 1))
+    forest.depth[:, 1:] = table.depth.take(picked)
+    forest.token[:, 1:] = tokens.take(table.choice.take(picked) + stream * (cost.shape[1] * cost.shape[2]))
     np.negative(found, out=forest.key[:, 1:])
     forest.size[:] = np.count_nonzero(found < np.inf, axis=1)
     return forest
@@ -275,7 +275,7 @@ def _grow_bounded(ids: I32, cost: F64, root: I32, budget: int, most: int) -> For
     """
     streams, depth, choices = cost.shape
     few = _candidates(max(budget // 4, 16), depth, choices)
-    if few is None or len(few.rank) <= budget:
+    if few is None or len(few.order) <= budget:
         return None
     limit = _nth(_score(cost, few), budget)
     flat = np.ascontiguousarray(cost).reshape(-1, choices)

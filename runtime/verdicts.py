@@ -35,18 +35,18 @@ def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> list[Verdict
     grove, every = Grove.of(trees), bool(sound.all())
     if grove.bare and every:
         return [Verdict([0], [token], False, row) for row, token in enumerate(target.tolist())]
-    taken = grove.accepted(target)
-    if taken is None:  # siblings with one token, which only a faulty drafter makes: the definition decides
-        nodes = np.concatenate([accept(tree, target[at : at + len(tree)]).path + at for tree, at in zip(trees, grove.first, strict=True)])
-    else:
-        nodes = np.flatnonzero(taken)
-    node, token = (nodes - grove.start[nodes]).tolist(), target[nodes].tolist()
-    first, at = grove.first.tolist(), np.searchsorted(nodes, grove.first).tolist()
-    ends = [*at[1:], len(node)]
-    if every:
-        return [Verdict(node[i:j], token[i:j], False, row) for i, j, row in zip(at, ends, first, strict=True)]
-    good, verdicts = sound[nodes].tolist(), list[Verdict]()
-    for i, j, row in zip(at, ends, first, strict=True):
-        kept = next((k for k in range(i, j) if not good[k]), j)
-        verdicts.append(Verdict(node[i:kept], token[i:kept], kept < j, row))
+    found, first = grove.walk(target), grove.lines.first
+    if found is None:  # siblings with one token, which only a faulty drafter makes: the definition decides
+        paths = [accept(tree, target[at : at + len(tree)]).path + at for tree, at in zip(grove, first, strict=True)]
+        found = np.concatenate(paths), [len(path) for path in paths]
+    nodes, counts = found
+    node, token = (nodes - grove.lines.start.take(nodes)).tolist(), target.take(nodes).tolist()
+    good = None if every else sound.take(nodes).tolist()
+    verdicts: list[Verdict] = []
+    at = 0
+    for count, row in zip(counts, first.tolist(), strict=True):
+        end = at + count
+        kept = end if good is None else next((i for i in range(at, end) if not good[i]), end)
+        verdicts.append(Verdict(node[at:kept], token[at:kept], kept < end, row))
+        at = end
     return verdicts
