@@ -25,7 +25,7 @@ from runtime.price import Price
 from runtime.speculate import Load, NoSpeculation, Root, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
-from runtime.types import Bools, DraftLogits
+from runtime.types import I32, Bools, DraftLogits
 from runtime.width import Width
 
 MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms, so that is rare (runtime/width.py)
@@ -92,23 +92,24 @@ class BudgetSpeculation:
             write_taps(self._executor, taps, stats)
             return partial(roots_only, roots)
         with stats.stage("draft"):
-            flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
+            plan = make_draft_plan(roots, taps)
+            flight = Flight(begin_draft(self._executor, plan), stats)
 
         def trees() -> Grove:
             with stats.stage("draft"):
                 logits = flight.land()
             self._clock.count_draft(len(roots), stats)
             with stats.stage("grow"):
-                return self._grow(roots, logits, price, most)
+                return self._grow(roots, plan.root, logits, price, most)
 
         return trees
 
-    def _grow(self, roots: Sequence[Root], logits: DraftLogits, price: Price, most: int) -> Grove:
+    def _grow(self, roots: Sequence[Root], tokens: I32, logits: DraftLogits, price: Price, most: int) -> Grove:
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
         caps = np.array([root.most or root.nodes for root in roots])
         grown = min(int(caps.max()), self.width.next())
-        forest = grow_forest(logits, np.array([root.token for root in roots], np.int32), grown, self.depth)
+        forest = grow_forest(logits, tokens, grown, self.depth)
         cells = find_cells(forest)
         value = self.calibration.values(forest, cells)
         usable = caps_mask(forest, caps, np.array([root.depth for root in roots]))

@@ -48,16 +48,17 @@ class Outcome:
 def decide(share: Share, verdict: Verdict) -> Outcome:
     """Cuts the drawn tokens where the request ends and appends what is kept. An error is this request's alone."""
     sequence, tokens, found = share.sequence, verdict.tokens, Outcome(share, verdict)
-    constraint = sequence.constraint
     try:
-        if constraint is not None and constraint.error is not None:
-            raise ConstraintFailed(constraint.error)
+        if sequence.constraint is not None and sequence.constraint.error is not None:
+            raise ConstraintFailed(sequence.constraint.error)
         pushed = sequence.foresee(tokens)
         if pushed is None:
             pushed = sequence.stream.push(tokens)
             found.text = pushed.text
-        found.kept, found.finish, found.stop_reason = pushed.kept, pushed.finish, pushed.stop_reason
-        if pushed.finish is None and pushed.kept != len(tokens):
+        found.kept, found.finish = pushed.kept, pushed.finish
+        if pushed.finish is not None:
+            found.stop_reason = pushed.stop_reason
+        elif pushed.kept != len(tokens):
             raise RuntimeError(f"the stream kept {pushed.kept} of {len(tokens)} tokens and goes on")
     except ConstraintFailed as failure:  # it masked nothing in this step, so the tokens drawn are not kept
         LOG.warning("request %s: %s", sequence.id, failure)
@@ -71,8 +72,8 @@ def decide(share: Share, verdict: Verdict) -> Outcome:
         tokens = tokens[: found.kept]
     sequence.append(tokens)
     sequence.history.push(tokens)
-    if found.finish is None and constraint is not None:
-        push(constraint, tokens)
+    if sequence.constraint is not None and found.finish is None:
+        push(sequence.constraint, tokens)
     return found
 
 

@@ -93,7 +93,7 @@ class Scheduler:
         shares = _level(wishes, self._node_rows(decoding, self._prompt_rows(with_waiting=True)))
         now_s = time.monotonic()
         return [
-            Root(s.request.id, s.tokens, s.pages, share, min(depth, s.left - 1), wish, s.draft_weight(now_s))
+            Root(s.request.id, s.tokens, s.pages, share, min(depth, s.left - 1), wish, s.draft_weight(now_s) if s.weighed else 1.0)
             for s, wish, share in zip(wishing, wishes, shares, strict=True)
             if share > 0
         ]

@@ -18,9 +18,9 @@ from runtime.tree import chain, grow
 from runtime.types import I32, DraftLogits, DraftPlan, DraftTree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Root:
-    """A sequence that wants a draft: its newest token, and how far a draft may reach."""
+    """A sequence that wants a draft: its newest token, and how far a draft may reach. Not to be changed (freezing it takes 1 us more)."""
 
     id: str
     tokens: I32  # [L] view; the root is the last, at position L - 1
@@ -140,21 +140,21 @@ class TreeSpeculation:
             write_taps(self._executor, taps, stats)
             return list
         with stats.stage("draft"):
-            flight = Flight(begin_draft(self._executor, make_draft_plan(roots, taps)), stats)
+            plan = make_draft_plan(roots, taps)
+            flight = Flight(begin_draft(self._executor, plan), stats)
 
         def trees() -> Grove:
             with stats.stage("draft"):
                 logits = flight.land()
             with stats.stage("grow"):
-                return self._grow(roots, logits)
+                return self._grow(roots, plan.root, logits)
 
         return trees
 
-    def _grow(self, roots: Sequence[Root], logits: DraftLogits) -> Grove:
+    def _grow(self, roots: Sequence[Root], tokens: I32, logits: DraftLogits) -> Grove:
         """Trees in the order of roots. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
-        tokens = np.array([root.token for root in roots], np.int32)
         depths = [min(self.depth, root.depth) for root in roots]
         if self._chain:
             return chain(logits, tokens, [min(depth, root.nodes) for depth, root in zip(depths, roots, strict=True)])
@@ -191,12 +191,13 @@ def draft_depth(executor: Executor, config: SpeculativeConfig) -> int:
 
 def make_draft_plan(roots: Sequence[Root], taps: Taps) -> DraftPlan:
     """The plan of one draft call, [B] roots and [n] taps; pages [B, P] are padded with the null page."""
-    pages = np.zeros((len(roots), max((len(root.pages) for root in roots), default=0)), np.int32)
-    for i, root in enumerate(roots):
-        pages[i, : len(root.pages)] = root.pages
+    counts = [len(root.pages) for root in roots]
+    pages = np.zeros((len(roots), max(counts, default=0)), np.int32)
+    for row, count, root in zip(pages, counts, roots, strict=True):
+        row[:count] = root.pages
     return DraftPlan(
-        root=np.array([root.token for root in roots], np.int32),
-        pos=np.array([root.pos for root in roots], np.int32),
+        root=np.array([root.tokens[-1] for root in roots], np.int32),
+        pos=np.array([len(root.tokens) - 1 for root in roots], np.int32),
         pages=pages,
         tap_rows=taps.rows,
         tap_pos=taps.pos,

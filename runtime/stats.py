@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from runtime.curve import find_threshold
@@ -34,6 +33,33 @@ class BudgetStep:
     expected_s: float
     step_s: float
     experts: float = 0.0  # distinct ones that a layer hit, mean over layers; 0: not counted
+
+
+class Stage:
+    """A block that is timed. Nine a step: a class takes a third of the time of a generator."""
+
+    __slots__ = ("_flown_s", "_name", "_start_s", "_stats")
+
+    def __init__(self, stats: EngineStats, name: str) -> None:
+        self._stats, self._name = stats, name
+
+    def __enter__(self) -> None:
+        stats = self._stats
+        self._start_s = start_s = time.perf_counter()
+        self._flown_s = stats.flown_by(start_s)
+        if stats.ranges is not None:
+            stats.ranges.push(self._name)
+
+    def __exit__(self, *failure: object) -> None:
+        stats, name = self._stats, self._name
+        if stats.ranges is not None:
+            stats.ranges.pop()
+        end_s = time.perf_counter()
+        took_s = end_s - self._start_s
+        stats.stage_s[name] += took_s
+        stats.exposed_s[name] += took_s - (stats.flown_by(end_s) - self._flown_s)
+        if stats.trace is not None:
+            stats.trace.span(name, self._start_s, end_s)
 
 
 @dataclass(slots=True)
@@ -112,23 +138,9 @@ class EngineStats:
         steps, seconds = by_power(self.bucket_steps), by_power(self.bucket_s)
         return find_threshold(known, [seconds[rows] / steps[rows] for rows in known])
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Stage:
         """Adds the wall time of the block to stage `name`, one of STAGES, and to what was exposed what nothing in flight hid."""
-        start, ranges = time.perf_counter(), self.ranges
-        flown_s = self.flown_by(start)
-        if ranges is not None:
-            ranges.push(name)
-        try:
-            yield
-        finally:
-            if ranges is not None:
-                ranges.pop()
-            end = time.perf_counter()
-            self.stage_s[name] += end - start
-            self.exposed_s[name] += end - start - (self.flown_by(end) - flown_s)
-            if self.trace is not None:
-                self.trace.span(name, start, end)
+        return Stage(self, name)
 
     @property
     def in_flight(self) -> bool:
