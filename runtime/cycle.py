@@ -91,6 +91,7 @@ class Cycle:
             flight = Flight(begin_step(self._executor, plan), stats)
             self._moves = self._moves[:0]
         self._flying = True
+        grove.prepare()
         if self._untold is not None:
             meanwhile()
         with stats.stage("verify"):
@@ -209,13 +210,12 @@ class Cycle:
 
     def _leave(self, plan: StepPlan, rows: I32, places: I32) -> None:
         """Leaves taps and moves for committed tokens: rows [n] and, for each, the row that owns the slot of its position."""
-        slot = plan.slot[places]
-        astray = plan.slot[rows] != slot
-        if astray.any():
-            self._moves = np.stack([plan.slot[rows[astray]], slot[astray]], axis=1)
+        slot = plan.slot.take(places)
+        astray = (rows != places).nonzero()[0]
+        if len(astray):
+            self._moves = np.stack([plan.slot.take(rows.take(astray)), slot.take(astray)], axis=1)
         if self._keep_taps:
-            seq = plan.seq[places]
-            self._taps = Taps(rows, (plan.ctx - plan.row0)[seq] + places, slot)
+            self._taps = Taps(rows, (plan.ctx - plan.row0).take(plan.seq.take(places)) + places, slot)
 
     def _commit(self, share: Share, found: Outcome | None) -> int:
         """Advances `computed`, registers full pages of who has ended; returns the position up to which the step's K/V will be read.

@@ -72,6 +72,13 @@ class Grove(Sequence[DraftTree]):
         return _lines(tuple(self.sizes))
 
     @cached_property
+    def children(self) -> dict[tuple[int, int], int]:
+        """The node below a node by a token, both counted over all trees; of twins (malformed, see `tree.check_tree`) the first."""
+        parent, token, start = self.parent.tolist(), self.token.tolist(), self.lines.start.tolist()
+        nodes = reversed(range(len(token)))
+        return {(start[node] + parent[node], token[node]): node for node in nodes if parent[node] >= 0}
+
+    @cached_property
     def leaps(self) -> list[I64]:
         """[T] each: the node 1, 2, 4 … above every node, or its root; as many as the deepest node needs."""
         first, leap = self.lines.first, self.parent + self.lines.start
@@ -81,6 +88,11 @@ class Grove(Sequence[DraftTree]):
             found.append(leap)
             leap = leap.take(leap)
         return found
+
+    def prepare(self) -> None:
+        """Makes now what `runtime.verdicts` will look things up in."""
+        if not self.bare:
+            _ = self.children
 
     def ancestors(self, words: int) -> U64:
         """[T, words] bit j of a node's row is set iff j is the node, in its own tree, or above it. By doubling the leap."""
@@ -92,25 +104,6 @@ class Grove(Sequence[DraftTree]):
         for leap in self.leaps:
             bits = bits | bits.take(leap, axis=0)
         return bits.reshape(-1, words)
-
-    def walk(self, target: I32) -> tuple[I64, list[int]] | None:
-        """The nodes on the trees' paths, rising, and how many each tree has; None if a path forks.
-
-        On it are those whose token the target drew at their parent, and so on up. target: [T] i32.
-        """
-        if self.bare:
-            return self.lines.first, self.sizes
-        leaps, first = self.leaps, self.lines.first
-        taken = self.token == target.take(leaps[0])
-        taken[first] = True
-        for leap in leaps:  # then a node knows of its 2, 4, 8 … nearest ancestors
-            taken &= taken.take(leap)
-        nodes = np.flatnonzero(taken)
-        ends = np.append(nodes.searchsorted(first[1:]), len(nodes))
-        counts = np.diff(ends, prepend=0)
-        if (self.depth.take(nodes.take(ends - 1)) + 1 != counts).any():  # who is taken with all above is a chain, or more than its depth
-            return None
-        return nodes, counts.tolist()
 
 
 @dataclass(frozen=True, slots=True)

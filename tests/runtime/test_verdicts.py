@@ -37,11 +37,11 @@ def test_sweep_equals_walk(rng: np.random.Generator) -> None:
     assert differences(rng, 200) == 0
 
 
-def test_mutation_one_round_too_few_is_noticed(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking only at the parent, not at all ancestors, must differ from the walk."""
-
-    leaps = Grove.leaps.func  # type: ignore[attr-defined]
-    monkeypatch.setattr(Grove, "leaps", property(lambda grove: leaps(grove)[:1]))
+def test_mutation_children_of_any_parent_are_noticed(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node is on the path if the target drew its token at its parent, not at a sibling of the parent."""
+    children = Grove.children.func  # type: ignore[attr-defined]
+    astray = property(lambda grove: {(max(above - 1, 0), token): node for (above, token), node in children(grove).items()})
+    monkeypatch.setattr(Grove, "children", astray)
     assert differences(rng, 20) > 0
 
 
