@@ -30,7 +30,7 @@ import numpy as np
 from runtime.config import EngineConfig
 from runtime.emit import NON_FINITE, Outcome, decide, tell
 from runtime.executor import Executor, begin_step
-from runtime.flight import Flight
+from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove, Offer
 from runtime.masks import prune
 from runtime.pace import Pace
@@ -72,6 +72,7 @@ class Cycle:
         self._flying = False  # a step is in flight
         self._unsettled: list[Share] = []  # of the last step: who goes on
         self._untold: tuple[list[Outcome], StepResult] | None = None  # of the last step
+        self._rehearsal = Rehearsal()
         self._lost: list[Sequence] = []  # to be taken out when no step of theirs is in flight
 
     def run(self, meanwhile: Callable[[], object] = bool) -> None:
@@ -95,7 +96,7 @@ class Cycle:
         if self._untold is not None:
             meanwhile()
         with stats.stage("verify"):
-            result = flight.land()
+            result = flight.land(self._rehearsal, lambda: self._rehearse(shares, plan, grove))
         self._flying = False
         with stats.stage("accept"):
             verdicts = self._judge(grove, plan, result)
@@ -106,6 +107,11 @@ class Cycle:
         streams, prompt = len(shares) - len(chunks), sum(share.count for share in chunks)
         took_s, flown_s = time.perf_counter() - start_s, stats.flown_s - flown_s
         stats.count_step(plan.bucket, plan.m, took_s, result.experts, streams, prompt, flown_s)
+
+    def _rehearse(self, shares: list[Share], plan: StepPlan, grove: Grove) -> None:
+        """What the host does before the next launch, on what it has: no draw has come yet, so everything is judged to be token 0."""
+        judge(grove, np.zeros(len(plan.out_rows), np.int32), np.ones(len(plan.out_rows), np.bool_))
+        self._planner.plan(shares, plan.moves)
 
     def tell(self) -> list[Delivery]:
         """What the last step that was not told of says to its requests. Who turns out to be past saving goes as soon as may be."""
@@ -177,22 +183,25 @@ class Cycle:
             if share.sequence.lost:
                 continue
             found = None if verdict is None else decide(share, verdict)
-            if found is not None:
-                outcomes.append(found)
-                self._stats.generation_tokens += found.kept
-                self._stats.progress += found.kept + (found.finish is not None)
             keep = self._commit(share, found) - share.start
             if keep > 0 and (self._keep_taps or share.nodes > 1):
-                if share.before:
-                    rows += range(row0, row0 + min(share.before, keep))
-                if verdict is not None and keep > share.before:
-                    root = row0 + share.before
-                    rows += [root + node for node in verdict.path[: keep - share.before]]
+                before = share.before
+                if before:
+                    rows += range(row0, row0 + min(before, keep))
+                if verdict is not None and keep > before:
+                    root = row0 + before
+                    rows += [root + node for node in verdict.path[: keep - before]]
                 places += range(row0, row0 + keep)
-            if found is not None and found.finish is not None:
-                self._scheduler.remove(share.sequence)
-            elif found is not None:
+            if found is None:
+                continue
+            outcomes.append(found)
+            if found.finish is None:
                 self._unsettled.append(share)
+            else:
+                self._scheduler.remove(share.sequence)
+        kept = sum([found.kept for found in outcomes])
+        self._stats.generation_tokens += kept
+        self._stats.progress += kept + len(outcomes) - len(self._unsettled)
         self._drop_lost()
         if rows:
             self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
@@ -230,9 +239,9 @@ class Cycle:
         if found is None:
             sequence.computed = base
             return base
-        sequence.computed = min(base + len(found.verdict.path), sequence.length)
+        sequence.computed = computed = min(base + len(found.verdict.path), sequence.length)
         if found.finish is None:
-            return sequence.computed
+            return computed
         if found.error == NON_FINITE:
             self._pool.forget(sequence.pages.tolist())
             return share.start

@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from runtime.executor import Executor, begin_draft
-from runtime.flight import Flight
+from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove
 from runtime.stats import EngineStats
 from runtime.tree import chain, grow
@@ -132,6 +132,8 @@ class TreeSpeculation:
         self._executor = executor
         self._chain = config.method == "dflash"
         self._top_k = config.draft_top_k
+        self._last: DraftLogits | None = None  # of the draft before
+        self._rehearsal = Rehearsal()
         self.nodes = self.depth if self._chain else budget or DEFAULT_TREE_BUDGET
 
     def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
@@ -144,8 +146,10 @@ class TreeSpeculation:
             flight = Flight(begin_draft(self._executor, plan), stats)
 
         def trees() -> Grove:
+            last = self._last if self._last is not None and len(self._last.ids) == len(roots) else None
             with stats.stage("draft"):
-                logits = flight.land()
+                work = None if last is None else partial(self._grow, roots, plan.root, last)
+                logits = self._last = flight.land(self._rehearsal, work)
             with stats.stage("grow"):
                 return self._grow(roots, plan.root, logits)
 

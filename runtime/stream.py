@@ -25,6 +25,9 @@ class Pushed(NamedTuple):
     stop_reason: int | str | None = None  # the stop string or the stop token id; None for end of sequence
 
 
+_GOES_ON = tuple(Pushed(kept, "") for kept in range(32))
+
+
 class _StopString:
     """Finds one stop string in text that comes in bits (Knuth, Morris, Pratt: no character is read twice).
 
@@ -113,7 +116,7 @@ class TextStream:
         if self._stops or self._finish is not None:
             return None
         if self._ends.isdisjoint(tokens) and (self._limit is None or self._count + len(tokens) < self._limit):
-            return Pushed(len(tokens), "")
+            return _GOES_ON[len(tokens)] if len(tokens) < len(_GOES_ON) else Pushed(len(tokens), "")
         for kept, token in enumerate(tokens, 1):
             if token in self._ends and self._count + kept > self._min:
                 return Pushed(kept, "", "stop", None if token in self._eos else int(token))
