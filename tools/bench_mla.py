@@ -10,8 +10,9 @@
 
 Numerics come first: ragged batches against the NumPy definition, then rows of the very case against float64; a wrong kernel
 gets no time. Timed is a CUDA graph of one layer's launch a call, each call with a page table of its own over a pool of
-1.8 GB, so that L2 is cold; us is the median of the replays divided by the calls. Planning runs once a step and is printed by
-itself.
+1.8 GB, so that L2 is cold; us is the median of nine replays after a cool-down divided by the calls: a step's other kernels leave
+the card's power alone, and peers were timed by 3 to 30 replays. us_sustained: from half a second of replays on. Planning runs once
+a step and is printed by itself.
 floor_us: latents read once, all keys for every row (`ops.Cost`).
 """
 
@@ -21,7 +22,6 @@ import argparse
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -37,6 +37,7 @@ from runtime.hw import HARDWARE
 from runtime.kernels_cu._build import include_closure, read_source
 from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, predict_us, served, work
 from runtime.ops import OPS
+from tools.graph_timing import capture, replay_us, timing
 from tools.mla_rig import Attention, as_float
 from tools.mla_variants import describe
 
@@ -180,26 +181,12 @@ class Bench:
             worst = max(worst, error if np.isfinite(error) else float("inf"))
         return worst
 
+    def graph(self, launches: list[Any]) -> Any:
+        return capture(self.rig.stream, [launch.run for launch in launches])
+
     def time_us(self, launches: list[Any], seconds: float = 0.2, calls: int = 0) -> float:
         """Median microseconds of a call inside a graph of all launches; calls: 0 if each is one."""
-        cp, stream = self.cp, self.rig.stream
-        with stream:
-            stream.begin_capture()
-            for launch in launches:
-                launch.run(stream.ptr)
-            graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-        samples: list[float] = []
-        begin = time.perf_counter()
-        while len(samples) < 5 or (time.perf_counter() - begin < seconds and len(samples) < 200):
-            start, stop = cp.cuda.Event(), cp.cuda.Event()
-            start.record(stream)
-            graph.launch(stream)
-            stop.record(stream)
-            stop.synchronize()
-            samples.append(cp.cuda.get_elapsed_time(start, stop) * 1e3 / (calls or len(launches)))
-        return float(np.median(samples))
+        return float(np.median(replay_us(self.rig.stream, self.graph(launches), seconds))) / (calls or len(launches))
 
 
 def check_numerics(arch: str) -> None:
@@ -272,11 +259,14 @@ def measure(options: argparse.Namespace) -> None:
                 best = (us, config, error, plan_us)
         if best is None:
             raise SystemExit(f"{name}: no configuration was right")
-        us, config, error, plan_us = best
-        print(table_line(case, us, f"[{describe(config)}] {targets(name)}"), flush=True)
+        _, config, error, plan_us = best
+        took = timing(rig.stream, bench.graph(bench.launches(config)[1]), case.calls)
+        us = took.p50
+        print(table_line(case, us, f"sustained {took.sustained:.1f} [{describe(config)}] {targets(name)}"), flush=True)
         if options.json:
             record = {
-                "schema": 1, **asdict(case), "us": round(us, 2), "floor_us": round(case.floor_us, 2), "share": round(case.floor_us / us, 4),
+                "schema": 2, **asdict(case), "us": round(us, 2), "us_p10": round(took.p10, 2), "us_p90": round(took.p90, 2),
+                "us_sustained": round(took.sustained, 2), "floor_us": round(case.floor_us, 2), "share": round(case.floor_us / us, 4),
                 "tflops": round(case.flops / us * 1e-6, 1), "plan_us": round(plan_us, 2), "error": float(f"{error:.2e}"),
                 "calls": case.calls, "config": asdict(config), **provenance(options.commit), "src": source_digest(config.source),
             }  # fmt: skip

@@ -20,7 +20,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +129,17 @@ def measure(options: argparse.Namespace, shape: Shape, sizes: list[int]) -> tupl
         if not error < MAX_ERROR:
             tqdm.write(f"{m:6d}  WRONG: relative error {error:.2e} with {describe(config)}; not timed")
             continue
-        timing, experts = case.timing(config), case.experts()
-        row = Row(m, timing.p50, experts, experts * case.dims.expert_bytes / 1e9)
+        p10, ms, p90, sustained = (round(us * 1e-3, 5) for us in astuple(case.timing(config)))
+        experts = case.experts()
+        row = Row(m, ms, experts, experts * case.dims.expert_bytes / 1e9)
         rows.append(row)
-        tqdm.write(format_row(row, shape, read_bps, note_of(m)) + f"  sustained {timing.sustained:.4f} ms  [{describe(config)}; {why}]")
+        tqdm.write(format_row(row, shape, read_bps, note_of(m)) + f"  sustained {sustained:.4f} ms  [{describe(config)}; {why}]")
         if options.json:
             record = {
-                "schema": 1, **key, "M": m, "ms": round(timing.p50, 5), "ms_p10": round(timing.p10, 5),
-                "ms_p90": round(timing.p90, 5), "ms_sustained": round(timing.sustained, 5), "experts": experts,
+                "schema": 1, **key, "M": m, "ms": ms, "ms_p10": p10, "ms_p90": p90, "ms_sustained": sustained,
+                "experts": experts,
                 "gb": round(row.gb, 4), "tb_s": round(row.tb_s, 4), "share": round(row.tb_s * 1e12 / read_bps, 4),
-                "tflops": round(shape.flops(m) / timing.p50 * 1e-9, 1), "read_tb_s": round(read_bps * 1e-12, 4),
+                "tflops": round(shape.flops(m) / ms * 1e-9, 1), "read_tb_s": round(read_bps * 1e-12, 4),
                 "error": float(f"{error:.2e}"), "calls": case.calls, "config": asdict(config), **source,
             }  # fmt: skip
             with options.json.open("a") as file:

@@ -74,7 +74,7 @@ STEPS = (
         (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_stream.py"),
     ),
     Step("trials", "mla_variants_h200", 180, ("tools/bench_mla.py", "--variants", "--seconds", "140"), ATTENTION),
-    Step("attention", "mla_h200", 90, ("tools/bench_mla.py",), ATTENTION),
+    Step("attention", "mla_h200", 90, ("tools/bench_mla.py", "--most", "4"), ATTENTION),
     Step(
         "prefill", "prefill_h200", 60, ("tools/bench_prefill.py",),
         tuple(f"{KERNELS}/{name}" for name in ("chunk_plan.cu", "chunk_expand.cu", "chunk_attention.cu", "chunk_attention.py")),

@@ -20,13 +20,11 @@ from runtime.kernels_cu._launch import Launch, load
 from runtime.kernels_cu.device import arch_of_device
 from runtime.kernels_cu.moe_config import Config, Dims
 from runtime.kernels_cu.moe_w4 import build_kernels, layer_launches, workspace_bytes
+from tools.graph_timing import COOL_DOWN_S, Timing, replay_us, timing
 
 MAX_ERROR = 8e-3  # relative L2 of a layer; a bf16-rounded weight alone gives 2e-3
 CHECK_ROWS = 12
 ALL = slice(None)
-COOL_DOWN_S = 0.3
-BURST = 9  # replays in the first figures
-SUSTAINED_S = 0.5
 
 
 @dataclass(slots=True)
@@ -95,17 +93,6 @@ class Rig:
         del array
         cp.get_default_memory_pool().free_all_blocks()
         return rate
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Milliseconds of a call. p10, p50, p90: the first replays after a cool-down, as a layer between others meets the
-    card. sustained: median from half a second of back-to-back calls on, where the power limit may have lowered the clock."""
-
-    p10: float
-    p50: float
-    p90: float
-    sustained: float
 
 
 def make_logits(dims: Dims, routing: str, seed: int) -> np.ndarray:
@@ -222,35 +209,13 @@ class LayerCase:
         stream.synchronize()
         return graph
 
-    def replay_ms(self, graph: Any) -> float:
-        """Milliseconds of a call in one replay."""
-        stream = self.rig.stream
-        start, stop = cp.cuda.Event(), cp.cuda.Event()
-        start.record(stream)
-        graph.launch(stream)
-        stop.record(stream)
-        stop.synchronize()
-        return float(cp.cuda.get_elapsed_time(start, stop)) / self.calls
-
     def time_ms(self, config: Config, budget_s: float = 0.1) -> float:
         """Median milliseconds of a call over about `budget_s`, at least five replays: for comparing configurations."""
-        graph, samples, begin = self.capture(config), [], time.perf_counter()
-        while len(samples) < 5 or (time.perf_counter() - begin < budget_s and len(samples) < 200):
-            samples.append(self.replay_ms(graph))
-        return float(np.median(samples))
+        return float(np.median(replay_us(self.rig.stream, self.capture(config), budget_s))) * 1e-3 / self.calls
 
     def timing(self, config: Config) -> Timing:
-        """The figures that are reported."""
-        graph = self.capture(config)
-        time.sleep(COOL_DOWN_S)
-        burst = [self.replay_ms(graph) for _ in range(BURST)]
-        begin, late = time.perf_counter(), []
-        while (now := time.perf_counter() - begin) < 1.5 * SUSTAINED_S or len(late) < 3:
-            sample = self.replay_ms(graph)
-            if now > SUSTAINED_S:
-                late.append(sample)
-        p10, p50, p90 = np.percentile(burst, [10, 50, 90])
-        return Timing(float(p10), float(p50), float(p90), float(np.median(late)))
+        """The figures that are reported, in microseconds of a call."""
+        return timing(self.rig.stream, self.capture(config), self.calls)
 
 
 def describe(config: Config) -> str:
