@@ -13,7 +13,8 @@ runs. Shares of step times are PROJECTED: this machine's host time beside the de
 the M that was launched, drafts left out, the whole host time beside the device's and not within it.
 
 With a model the engine runs in its own thread, as served, and counts what was exposed: time in which neither a draft nor a step was in
-flight. late: flights that were done before the host came to wait, for which the whole flight counts as exposed.
+flight. late: flights that were done before the host came to wait, for which the whole flight counts as exposed. share is measured;
+beside it stands what the same time would be of a step of 61 layers at TP 8, PROJECTED likewise.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ CURVE = "h200-tp8"  # what auto chooses by
 WARM, PROMPT, ROWS, PAGE, LONGEST = 30, 64, 1024, 64, 8192
 CASES = ((8, "plain"), (8, "tree:1"), (8, "tree:7"), (8, "tree:31"), (64, "tree:3"))  # M = 8, 16, 64, 256, 256
 ASSUMES = "this machine's exposed host time over the record's device time at the same M, no draft"
+FULL = "61 layers, TP 8"  # of K2.6, which a served record is projected to
 
 
 class Stage:
@@ -108,15 +110,15 @@ def measure_host(states: States, tokenizer: Tokenizer, streams: int, policy: str
     return record | {"exposed_us": round(exposed, 1), "projected": projected(exposed, bucket), "assumes": ASSUMES}
 
 
-def projected(exposed_us: float, bucket: int) -> dict[str, float]:
-    """Shares of a step of that many rows by what was measured of its device time; by layers and TP."""
+def projected(exposed_us: float, bucket: int, only: str | None = None) -> dict[str, float]:
+    """Shares of a step of that many rows by what was measured of its device time; by layers and TP, of one of these or all."""
     steps: dict[str, dict[int, float]] = {}
     for line in STEPS.read_text(encoding="utf-8").splitlines():
         held = json.loads(line)
         if "M" in held:
             steps.setdefault(f"{held['layers']} layers, TP {held['tp']}", {})[held["M"]] = held["ms"]
     shares = {}
-    for name, ms in steps.items():
+    for name, ms in ((name, steps[name]) for name in steps if only in (None, name)):
         step_us = 1e3 * float(np.interp(bucket, list(ms), list(ms.values())))
         shares[name] = round(exposed_us / (step_us + exposed_us), 4)
     return shares
@@ -141,7 +143,9 @@ def measure_served(bench: Bench, opened: Opened, streams: int, policy: str, seco
     after = engine.stats()
     ended.append(True)
     engine.shutdown(0.0)
-    return {"schema": 1, "kind": "served", "model": opened.name, "streams": streams, "policy": policy} | exposures(before, after)
+    found = exposures(before, after)
+    found |= {"projected": projected(found["exposed_us"], found["M"], FULL), "assumes": ASSUMES}
+    return {"schema": 1, "kind": "served", "model": opened.name, "streams": streams, "policy": policy} | found
 
 
 def exposures(before: EngineStats, after: EngineStats) -> dict[str, Any]:
@@ -163,14 +167,14 @@ def show(records: Iterable[dict[str, Any]]) -> None:
     from rich.table import Table
 
     records = list(records)
-    shares = list(records[0].get("projected", {"share": 0.0}))
-    table = Table(title="host, µs a step" + ("" if shares == ["share"] else "; shares are projected"), title_justify="left")
-    for column in ("S", "policy", "M", *records[0]["us"], "exposed", *shares):
+    table = Table(title="host, µs a step; shares by layers and TP are projected", title_justify="left")
+    measured = ["share"] if "share" in records[0] else []
+    for column in ("S", "policy", "M", *records[0]["us"], "exposed", *measured, *records[0]["projected"]):
         table.add_column(column, justify="right")
     for r in records:
-        found = r.get("projected", {"share": r.get("share", 0.0)})
         times = [f"{us:.0f}" for us in (*r["us"].values(), r["exposed_us"])]
-        table.add_row(str(r["streams"]), r["policy"], str(r["M"]), *times, *(f"{100 * share:.1f} %" for share in found.values()))
+        shares = [*(r[name] for name in measured), *r["projected"].values()]
+        table.add_row(str(r["streams"]), r["policy"], str(r["M"]), *times, *(f"{100 * share:.1f} %" for share in shares))
     Console(width=150).print(table)
 
 

@@ -28,6 +28,7 @@ def test_a_projection_is_a_share_of_the_recorded_step() -> None:
     steps = [json.loads(line) for line in bench_host.STEPS.read_text().splitlines()]
     [ms] = [s["ms"] for s in steps if s.get("M") == 64 and s["layers"] == 8]
     assert bench_host.projected(100.0, 64)["8 layers, TP 1"] == round(100.0 / (1e3 * ms + 100.0), 4)
+    assert bench_host.projected(100.0, 64, bench_host.FULL) == {bench_host.FULL: bench_host.projected(100.0, 64)[bench_host.FULL]}
     assert bench_host.projected(200.0, 64)["8 layers, TP 1"] > bench_host.projected(100.0, 64)["8 layers, TP 1"]
 
 
