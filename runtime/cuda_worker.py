@@ -53,6 +53,7 @@ class CudaWorker:
         self.limits, self.driver, self.backend = limits, driver, backend
         self._deadline_s, self._launches, self._stepped, self._thread = deadline_s, 0, False, threading.get_ident()
         self._due: Launch | None = None  # the last one of a draft
+        self._logprobs, self._wanted = np.zeros(0, np.int32), 0  # of the last step's plan
         self.sizes = fit_sizes(limits.max_rows, sizes)
         recording, seqs = Recording(driver, backend, comm, model), layout.max_seqs
         top = min(MAX_LOGPROBS, limits.vocab_size)
@@ -124,7 +125,13 @@ class CudaWorker:
         launch = Launch(program.results, number, self._deadline_s, f"step of {plan.m} rows")
         program.graph.launch()
         self._stepped = True
-        return Pending(launch.done, launch.wait, lambda: _read_step(program, plan, launch.us))
+        return Pending(launch.done, launch.wait, lambda: _read_step(program, len(plan.out_rows), self._wanted_by(plan), launch.us))
+
+    def _wanted_by(self, plan: StepPlan) -> int:
+        """`wanted_alternatives` of a plan: its batch's most often, whose array comes again."""
+        if plan.logprobs is not self._logprobs:
+            self._logprobs, self._wanted = plan.logprobs, wanted_alternatives(plan.logprobs)
+        return self._wanted
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
         """Materialises the context of tap_rows (rows of the last step), then proposes a block for each root."""
@@ -235,19 +242,18 @@ class CudaWorker:
             self._due = None
 
 
-def _read_step(program: Program, plan: StepPlan, step_us: float) -> StepResult:
-    """What a step that is done has left."""
-    rows, read, wanted = len(plan.out_rows), program.results.read, wanted_alternatives(plan.logprobs)
+def _read_step(program: Program, rows: int, wanted: int, step_us: float) -> StepResult:
+    """What a step that is done has left. wanted: alternatives of each of its rows."""
+    read = program.results.read
     experts = program.results.experts / program.counted if program.counted else 0.0
     if not program.results.columns:
         return undrawn(step_us, experts)
-    none = np.zeros((rows, 0))
     return StepResult(
         target=read("target", rows),
         logp=read("logp", rows),
         finite=read("finite", rows),
-        top_ids=read("top_ids", rows)[:, :wanted] if wanted else none.astype(np.int32),
-        top_logp=read("top_logp", rows)[:, :wanted] if wanted else none.astype(np.float32),
+        top_ids=read("top_ids", rows)[:, :wanted] if wanted else np.empty((rows, 0), np.int32),
+        top_logp=read("top_logp", rows)[:, :wanted] if wanted else np.empty((rows, 0), np.float32),
         step_us=step_us,
         experts=experts,
     )

@@ -47,6 +47,7 @@ class Results:
         self._memory = driver.mapped(at)
         self._places = places
         self._seen, self._experts = (self._memory.host[4 * i : 4 * i + 4].view(np.uint32) for i in range(2))
+        self._rows = {name: self._column(rows, places[name], column) for name, column in self.columns.items()}
 
     @property
     def experts(self) -> int:
@@ -96,9 +97,13 @@ class Results:
 
     def read(self, name: str, rows: int) -> Array:
         """A copy of a column's first rows, [rows, width] or [rows]."""
-        column, at = self.columns[name], self._places[name]
+        found: Array = self._rows[name][:rows].copy()
+        return found
+
+    def _column(self, rows: int, at: int, column: Column) -> Array:
+        """A view of all its rows."""
         flat = self._memory.host[at : at + rows * column.row_bytes].view(NUMPY[column.dtype])
-        found: Array = flat.reshape((rows, column.width) if column.width > 1 or column.asked else (rows,)).copy()
+        found: Array = flat.reshape((rows, column.width) if column.width > 1 or column.asked else (rows,))
         return found
 
 
