@@ -64,7 +64,7 @@ def test_pages_that_tensor_copies_cannot_take(make, folders):
     check_story(make("tiny", 24, 96), folders["tiny"][1], buckets=(64, 32, 8), chunk=50)
 
 
-def test_mutation_an_op_without_its_last_launch_shows(make, folders):
+def test_mutation_an_op_left_out_once_shows(make, folders):
     for name in ("mla_query", "tree_mla", "moe_w4", "linear", "kv_write", "block_attention"):
         with pytest.raises(AssertionError):
             check_story(make("tiny", dropped=(name,)), folders["tiny"][1])

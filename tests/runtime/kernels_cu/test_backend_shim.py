@@ -82,7 +82,7 @@ def test_short_buckets_and_invariant_ones_expand_nothing(make, expanding):
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) - {"split_chunks", "chunk_attention"}))
-def test_mutation_an_op_without_its_last_launch_shows(make, name):
+def test_mutation_an_op_left_out_once_shows(make, name):
     """Every op of the vocabulary takes part, and matters."""
     twin = make(dropped=(name,))
     with pytest.raises(AssertionError):
