@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from runtime.config import EngineConfig
-from runtime.emit import NON_FINITE, Outcome, decide, tell
+from runtime.emit import NON_FINITE, Outcome, decide, goes_on, tell
 from runtime.executor import Executor, begin_step
 from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove, Offer
@@ -70,7 +70,8 @@ class Cycle:
         self._pruned: frozenset[str] = frozenset()  # sequences whose trees a constraint made smaller
         self._moves: I32 = np.zeros((0, 2), np.int32)
         self._flying = False  # a step is in flight
-        self._unsettled: list[Share] = []  # of the last step: who goes on
+        self._settled: list[tuple[Share, Verdict | None, Outcome | None]] = []  # of the last step, until it is put away
+        self._result: StepResult | None = None  # likewise
         self._untold: tuple[list[Outcome], StepResult] | None = None  # of the last step
         self._rehearsal = Rehearsal()
         self._lost: list[Sequence] = []  # to be taken out when no step of theirs is in flight
@@ -100,7 +101,8 @@ class Cycle:
         self._flying = False
         with stats.stage("accept"):
             verdicts = self._judge(grove, plan, result)
-            self._untold = self._settle(shares, plan, verdicts), result
+            self._settle(shares, plan, verdicts)
+            self._result = result
         if self._watcher is not None:
             self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
         chunks = [share for share in shares if share.before > 0]
@@ -172,50 +174,61 @@ class Cycle:
         sound = result.finite & (result.target >= 0) & (result.target < self._executor.limits.vocab_size)
         return judge(grove, result.target, sound)
 
-    def _settle(self, shares: list[Share], plan: StepPlan, verdicts: list[Verdict]) -> list[Outcome]:
-        """Decides for every share how it goes on, its rows to the next step's taps and moves; who has ended goes, pages to the cache."""
-        outcomes: list[Outcome] = []
+    def _settle(self, shares: list[Share], plan: StepPlan, verdicts: list[Verdict]) -> None:
+        """Decides for every share how it goes on, its rows to the next step's taps and moves. No more: a draft waits for it."""
         rows: list[int] = []  # of committed tokens
         places: list[int] = []  # the rows whose slots these tokens belong in
         coming = iter(verdicts)
         for share, row0 in zip(shares, plan.row0.tolist(), strict=True):
-            verdict = next(coming) if share.nodes else None
-            if share.sequence.lost:
+            sequence, verdict, before, found = share.sequence, next(coming) if share.nodes else None, share.before, None
+            if sequence.lost:
                 continue
-            found = None if verdict is None else decide(share, verdict)
-            keep = self._commit(share, found) - share.start
+            if verdict is not None and goes_on(share, verdict):
+                keep = len(verdict.path)
+                sequence.computed = share.start + keep
+            else:
+                found = None if verdict is None else decide(share, verdict)
+                keep = self._commit(share, found) - share.start
+            self._settled.append((share, verdict, found))
             if keep > 0 and (self._keep_taps or share.nodes > 1):
-                before = share.before
                 if before:
                     rows += range(row0, row0 + min(before, keep))
                 if verdict is not None and keep > before:
                     root = row0 + before
                     rows += [root + node for node in verdict.path[: keep - before]]
                 places += range(row0, row0 + keep)
-            if found is None:
-                continue
-            outcomes.append(found)
-            if found.finish is None:
-                self._unsettled.append(share)
-            else:
-                self._scheduler.remove(share.sequence)
-        kept = sum([found.kept for found in outcomes])
-        self._stats.generation_tokens += kept
-        self._stats.progress += kept + len(outcomes) - len(self._unsettled)
+            if found is not None and found.finish is not None:
+                self._scheduler.remove(sequence)
         self._drop_lost()
         if rows:
             self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
-        return outcomes
 
     def _put_away(self) -> None:
-        """What the last step leaves that no draft waits for: full pages to the cache, those of rejected nodes back to the pool."""
-        size = self._pool.page_size
-        for share in self._unsettled:
-            if share.sequence.computed >= (share.sequence.registered + 1) * size:
-                self._register(share.sequence)
-            if share.nodes > 1:
-                self._scheduler.give_back(share.sequence)
-        self._unsettled.clear()
+        """What the last step leaves that no draft waits for: outcomes, full pages to the cache, those of rejected nodes to the pool."""
+        if self._result is None:
+            return
+        outcomes: list[Outcome] = []
+        stats, size = self._stats, self._pool.page_size
+        for share, verdict, found in self._settled:
+            sequence, base = share.sequence, share.start + share.before
+            if base > sequence.reached:
+                stats.progress += base - sequence.reached
+                sequence.reached = base
+            if verdict is None:
+                continue
+            if found is None:
+                found = Outcome(share, verdict, len(verdict.tokens))
+                sequence.history.push(verdict.tokens)
+            outcomes.append(found)
+            stats.generation_tokens += found.kept
+            stats.progress += found.kept + (found.finish is not None)
+            if found.finish is None:
+                if sequence.computed >= (sequence.registered + 1) * size:
+                    self._register(sequence)
+                if share.nodes > 1:
+                    self._scheduler.give_back(sequence)
+        self._settled.clear()
+        self._untold, self._result = (outcomes, self._result), None
 
     def _leave(self, plan: StepPlan, rows: I32, places: I32) -> None:
         """Leaves taps and moves for committed tokens: rows [n] and, for each, the row that owns the slot of its position."""
@@ -233,9 +246,6 @@ class Cycle:
         reaches every row that sees it, so pages of a prompt wait for the prompt's last row.
         """
         sequence, base = share.sequence, share.start + share.before
-        if base > sequence.reached:
-            self._stats.progress += base - sequence.reached
-            sequence.reached = base
         if found is None:
             sequence.computed = base
             return base

@@ -45,6 +45,22 @@ class Outcome:
         return self.verdict.tokens[: self.kept]
 
 
+def goes_on(share: Share, verdict: Verdict) -> bool:
+    """Whether nothing happens to a request but that it gets all drawn tokens, which are then appended. What is left of `decide`,
+    the outcome and the history, can wait until the device is busy; `decide` itself does this and everything else."""
+    sequence, tokens = share.sequence, verdict.tokens
+    if verdict.corrupted or share.before or sequence.constraint is not None:
+        return False
+    try:
+        pushed = sequence.foresee(tokens)
+    except Exception:  # which `decide` meets again
+        return False
+    if pushed is None or pushed.finish is not None or pushed.kept != len(tokens):
+        return False
+    sequence.append(tokens)
+    return True
+
+
 def decide(share: Share, verdict: Verdict) -> Outcome:
     """Cuts the drawn tokens where the request ends and appends what is kept. An error is this request's alone."""
     sequence, tokens, found = share.sequence, verdict.tokens, Outcome(share, verdict)
