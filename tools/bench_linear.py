@@ -44,6 +44,7 @@ from tools.tune import write_tuned
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 1024)
 FAMILIES: dict[str, Any] = {"skinny": linear_skinny, "stream": linear_stream}
 CHOOSE: dict[str, Any] = {"skinny": choose_config, "stream": choose_stream}
+TPS = (1, 2, 4, 8)
 TUNE_ROWS = {"skinny": (16, 8, 1), "stream": (16, 8, 1, 32, 64)}  # all candidates at the first, finalists at the others
 ENTRANTS = 60  # candidates timed, likeliest first: some 20 ms each
 FINALISTS = 6  # of the candidates at 16 rows, timed at fewer too
@@ -81,9 +82,9 @@ class Shape:
 
 
 def kimi_shapes() -> list[Shape]:
-    """The products of a layer and of the head at TP 1 and TP 8, and the square one that libraries are compared on."""
+    """The products of a layer and of the head at every TP, and the square one that libraries are compared on."""
     found = [Shape("square", 1, 7168, 7168), Shape("qkv_a", 1, 2112, 7168), Shape("router", 1, 384, 7168, float_out=True)]
-    for tp in (1, 8):
+    for tp in TPS:
         heads = 64 // tp
         found += [
             Shape("q_b", tp, 192 * heads, 1536), Shape("w_uk", tp, 512, 128, heads), Shape("w_uv", tp, 128, 512, heads),
@@ -333,7 +334,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(s.name for s in kimi_shapes()))
     parser.add_argument("--shapes", default=",".join(names), help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--tp", default="1,8", help="tensor-parallel sizes whose shards are timed, of 1 and 8 (default: both)")
+    parser.add_argument("--tp", default="1,8", help="tensor-parallel sizes whose shards are timed, of 1, 2, 4 and 8 (default 1,8)")
     parser.add_argument("--m", default=",".join(map(str, ROWS)), help="row counts, comma-separated")
     parser.add_argument("--kernels", default="skinny,stream", help="of skinny, stream (default: both), beside cuBLASLt")
     parser.add_argument("--tune", action="store_true", help="time every candidate of the kernels first and write the best into --tuned")
@@ -352,6 +353,8 @@ def main(arguments: list[str] | None = None) -> None:
     wanted, tps = set(options.shapes.split(",")), {int(tp) for tp in options.tp.split(",")}
     if unknown := sorted(wanted - set(names)):
         parser.error(f"--shapes {', '.join(unknown)}: known are {', '.join(names)}")
+    if unknown := sorted(tps - set(TPS)):
+        parser.error(f"--tp {', '.join(map(str, unknown))}: known are {', '.join(map(str, TPS))}")
     options.kernels = options.kernels.split(",") if options.kernels else []
     if unknown := sorted(set(options.kernels) - set(FAMILIES)):
         parser.error(f"--kernels {', '.join(unknown)}: known are {', '.join(FAMILIES)}")

@@ -66,34 +66,35 @@ def k26(layers: int) -> tuple[str, ...]:
 
 
 STEPS = (
-    Step("kernels", "gpu_tests", 120, ("tools/gpu_tests.py", "tests/runtime/kernels_cu", "--workers", "9"), (KERNELS,)),
-    Step("graphs", "gpu_tests", 40, ("tools/gpu_tests.py", "tests/runtime/graph"), (KERNELS, "runtime/graph")),
+    Step("kernels", "gpu_tests", 70, ("tools/gpu_tests.py", "tests/runtime/kernels_cu", "--workers", "9"), (KERNELS,)),
+    Step("graphs", "gpu_tests", 30, ("tools/gpu_tests.py", "tests/runtime/graph"), (KERNELS, "runtime/graph")),
     Step(
-        "products", "linear_h200", 60,
-        ("tools/bench_linear.py", "--tune", "--kernels", "stream", "--tp", "1", "--m", "1,8,16,64", "--tuned", "{out}/tuned.json"),
+        "products", "linear_h200", 100,
+        ("tools/bench_linear.py", "--tune", "--kernels", "stream", "--tp", "1,2,8", "--m", "1,8,16,64", "--calls", "24",
+         "--tuned", "{out}/tuned.json"),
         (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_stream.py"),
     ),
-    Step("trials", "mla_variants_h200", 180, ("tools/bench_mla.py", "--variants", "--seconds", "140"), ATTENTION),
-    Step("attention", "mla_h200", 90, ("tools/bench_mla.py", "--most", "4"), ATTENTION),
+    Step("trials", "mla_variants_h200", 60, ("tools/bench_mla.py", "--variants", "--seconds", "140"), ATTENTION),
+    Step("attention", "mla_h200", 60, ("tools/bench_mla.py", "--most", "4"), ATTENTION),
     Step(
-        "prefill", "prefill_h200", 60, ("tools/bench_prefill.py",),
+        "prefill", "prefill_h200", 30, ("tools/bench_prefill.py",),
         tuple(f"{KERNELS}/{name}" for name in ("chunk_plan.cu", "chunk_expand.cu", "chunk_attention.cu", "chunk_attention.py")),
     ),
     Step(
         "experts", "moe_h200", 120, ("tools/bench_moe.py",),
         tuple(f"{KERNELS}/{name}" for name in ("moe_w4.cu", "moe_route.cu", "moe_config.py")),
     ),
-    Step("step", "step_h200", 100, ("tools/bench_step.py", "--ops"), (KERNELS, "runtime/graph", "model/kimi_k26.py")),
-    Step("host", "host_h200", 45, ("tools/bench_host.py", "demo"), ("runtime",)),
-    Step("host8", "host_h200", 90, ("tools/bench_host.py", *k26(8), *DRAFTER), ("runtime",)),
-    Step("load", "load_h200", 45, ("tools/bench_load.py", "--folder", "/tmp/k26"), (f"{KERNELS}/readers.py", f"{KERNELS}/residency.py")),
-    Step("invariance", "invariance_h200", 60, ("tools/bench_invariance.py",), (KERNELS,)),
+    Step("step", "step_h200", 70, ("tools/bench_step.py", "--ops"), (KERNELS, "runtime/graph", "model/kimi_k26.py")),
+    Step("host", "host_h200", 40, ("tools/bench_host.py", "demo"), ("runtime",)),
+    Step("host8", "host_h200", 80, ("tools/bench_host.py", *k26(8), *DRAFTER), ("runtime",)),
+    Step("load", "load_h200", 20, ("tools/bench_load.py", "--folder", "/tmp/k26"), (f"{KERNELS}/readers.py", f"{KERNELS}/residency.py")),
+    Step("invariance", "invariance_h200", 45, ("tools/bench_invariance.py",), (KERNELS,)),
     Step(
         "invariance8", "invariance_h200", 60,
         ("tools/bench_invariance.py", *k26(8), *DRAFTER, "--prompts", "0", "--max-model-len", "8192", "--num-pages", "1200"), (KERNELS,),
     ),
     Step("sanitizer", "sanitizer_h200", 300, ("tools/sanitize.py",), (KERNELS,)),
-    Step("serve", "serve_h200", 90, ("tools/bench_serve_gpu.py",), ("server", "runtime")),
+    Step("serve", "serve_h200", 40, ("tools/bench_serve_gpu.py",), ("server", "runtime")),
     Step(
         "sweetspot", "sweetspot_h200", 180,
         ("tools/bench_sweetspot.py", "demo", "--curve", "h200-demo", "--curves", "{out}"), ("runtime",),
@@ -104,17 +105,17 @@ STEPS = (
          "--curve", "h200-k26-6", "--curves", "{out}"),
         ("runtime",),
     ),
-    Step("ranks", "gpu_tests", 90, ("tools/gpu_tests.py", "tests/test_ranks_gpu.py"), (KERNELS, "runtime/processes.py"), 2),
+    Step("ranks", "gpu_tests", 120, ("tools/gpu_tests.py", "tests/test_ranks_gpu.py"), (KERNELS, "runtime/processes.py"), 2),
     Step(
-        "stages", "gpu_tests", 90, ("tools/gpu_tests.py", "tests/test_stages_gpu.py"),
+        "stages", "gpu_tests", 50, ("tools/gpu_tests.py", "tests/test_stages_gpu.py"),
         (KERNELS, "runtime/pipeline.py", "runtime/stage_comm.py"), 2,
     ),
-    Step("allreduce", "allreduce_h200x2", 60, ("tools/bench_allreduce.py",), (f"{KERNELS}/all_reduce.cu",), 2),
+    Step("allreduce", "allreduce_h200x2", 20, ("tools/bench_allreduce.py",), (f"{KERNELS}/all_reduce.cu",), 2),
     Step(
-        "draw_ranks", "draw_ranks_h200x2", 90, ("tools/bench_draw_ranks.py",),
+        "draw_ranks", "draw_ranks_h200x2", 40, ("tools/bench_draw_ranks.py",),
         (f"{KERNELS}/sample_ranks.cu", f"{KERNELS}/gather_ranks.cu"), 2,
     ),
-    Step("step2", "step_h200x2", 120, ("tools/bench_step_ranks.py", "--layers", "16"), (KERNELS, "model/kimi_k26.py"), 2),
+    Step("step2", "step_h200x2", 70, ("tools/bench_step_ranks.py", "--layers", "16"), (KERNELS, "model/kimi_k26.py"), 2),
 )  # fmt: skip
 
 
