@@ -22,7 +22,7 @@ from runtime.flight import Flight
 from runtime.grove import Grove
 from runtime.outlook import Outlook
 from runtime.price import Price
-from runtime.speculate import Load, NoSpeculation, Root, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
+from runtime.speculate import Load, NoSpeculation, Root, Roots, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
 from runtime.types import I32, Bools, DraftLogits
@@ -83,7 +83,7 @@ class BudgetSpeculation:
 
     def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
         """One draft call for all roots, or none where it should not pay; taps are written in either case."""
-        load, most = self._clock.load, sum(root.nodes for root in roots)
+        load, most = self._clock.load, sum(roots.nodes if isinstance(roots, Roots) else [root.nodes for root in roots])
         decoding = max(load.decoding, len(roots))
         price = Price(self.curve, decoding, load.prompt, load.limit, load.reserved, load.ctx)
         with stats.stage("plan"):

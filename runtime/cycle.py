@@ -156,7 +156,7 @@ class Cycle:
         if self._watcher is not None and stats.in_flight:
             with stats.stage("accept"):
                 self._watcher.learn()
-        trees: Mapping[str, DraftTree] = Offer([root.id for root in roots], grown())
+        trees: Mapping[str, DraftTree] = Offer([sequence.id for sequence in roots.sequences], grown())
         self._pruned = frozenset()
         held = [s for s in self._scheduler.running if s.constraint is not None and s.id in trees] if roots else []
         if held:

@@ -24,7 +24,7 @@ from runtime.grove import Grove, Offer
 from runtime.pages import PagePool
 from runtime.rows import Share
 from runtime.sequence import Sequence
-from runtime.speculate import Load, Root, first_nodes
+from runtime.speculate import Load, Roots, first_nodes
 from runtime.stats import EngineStats
 from runtime.types import DraftTree
 
@@ -70,7 +70,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.pool.release(sequence.cut_pages(0))
 
-    def roots(self, nodes: int, depth: int) -> list[Root]:
+    def roots(self, nodes: int, depth: int) -> Roots:
         """The sequences to draft for, each with its room: at most `nodes` nodes, `depth` of use.
 
         Room ends at the context's end, at the tokens left to emit, and where all trees together would
@@ -78,7 +78,7 @@ class Scheduler:
         is cut when it is scheduled.
         """
         if min(nodes, depth) < 1:
-            return []
+            return Roots([], [], [], [])
         wishing: list[Sequence] = []
         wishes: list[int] = []
         decoding, last, longest = 0, self.last_draftable, self.max_len
@@ -91,12 +91,11 @@ class Scheduler:
                     wishing.append(sequence)
                     wishes.append(min(cap, longest - length))
         shares = _level(wishes, self._node_rows(decoding, self._prompt_rows(with_waiting=True)))
-        now_s = time.monotonic()
-        return [
-            Root(s.request.id, s.tokens, s.pages, share, min(depth, s.left - 1), wish, s.draft_weight(now_s) if s.weighed else 1.0)
-            for s, wish, share in zip(wishing, wishes, shares, strict=True)
-            if share > 0
-        ]
+        if min(shares, default=1) < 1:
+            wishing = [sequence for sequence, share in zip(wishing, shares, strict=True) if share]
+            wishes = [wish for wish, share in zip(wishes, shares, strict=True) if share]
+            shares = [share for share in shares if share]
+        return Roots(wishing, shares, [min(depth, s.left - 1) for s in wishing], wishes)
 
     def load(self) -> Load:
         """What the next step holds without draft nodes."""

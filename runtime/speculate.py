@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, runtime_checkable
+from functools import cached_property, partial
+from typing import Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from runtime.config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from runtime.executor import Executor, begin_draft
 from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove
+from runtime.sequence import Sequence
 from runtime.stats import EngineStats
 from runtime.tree import chain, grow
 from runtime.types import I32, DraftLogits, DraftPlan, DraftTree
@@ -37,6 +40,39 @@ class Root:
     @property
     def pos(self) -> int:
         return len(self.tokens) - 1
+
+
+class Roots(SequenceOf[Root]):
+    """Roots of running sequences in columns, [B] each: a launch waits for what it needs of them, and single ones can be made later."""
+
+    def __init__(self, sequences: list[Sequence], nodes: list[int], depth: list[int], most: list[int]) -> None:
+        self.sequences, self.nodes, self.depth, self.most = sequences, nodes, depth, most
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @overload
+    def __getitem__(self, index: int) -> Root: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Root]: ...
+
+    def __getitem__(self, index: int | slice) -> Root | list[Root]:
+        return self.each[index]
+
+    @cached_property
+    def each(self) -> list[Root]:
+        now_s = time.monotonic()
+        columns = zip(self.sequences, self.nodes, self.depth, self.most, strict=True)
+        return [Root(s.id, s.tokens, s.pages, nodes, depth, most, s.draft_weight(now_s)) for s, nodes, depth, most in columns]
+
+    @staticmethod
+    def columns(roots: SequenceOf[Root]) -> tuple[list[int], list[int], list[I32]]:
+        """Tokens, positions and page tables of any roots."""
+        if isinstance(roots, Roots):
+            held = roots.sequences
+            return [s.newest for s in held], [s.length - 1 for s in held], [s.pages for s in held]
+        return [root.token for root in roots], [root.pos for root in roots], [root.pages for root in roots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +108,11 @@ class Verified:
     """What became of one tree."""
 
     nodes: int  # verified, root not counted: the first ones of the tree that was proposed
-    path: Sequence[int]  # accepted nodes, root first
+    path: SequenceOf[int]  # accepted nodes, root first
     sound: bool  # False: a row of the path was not finite, or a constraint took nodes out, so that `path` counts other nodes
 
 
-Trees = Callable[[], Sequence[DraftTree]]
+Trees = Callable[[], SequenceOf[DraftTree]]
 
 
 @runtime_checkable
@@ -101,7 +137,7 @@ class Speculator(Protocol):
     @property
     def depth(self) -> int: ...
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+    def propose(self, roots: SequenceOf[Root], taps: Taps, stats: EngineStats) -> Trees:
         """Hands a draft to the device. What is returned waits for it, once, and makes the trees: in the order of `roots`,
         node 0 the root, at most root.nodes more.
 
@@ -117,7 +153,7 @@ class NoSpeculation:
     nodes = 0
     depth = 0
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+    def propose(self, roots: SequenceOf[Root], taps: Taps, stats: EngineStats) -> Trees:
         return partial(roots_only, roots)
 
 
@@ -136,7 +172,7 @@ class TreeSpeculation:
         self._rehearsal = Rehearsal()
         self.nodes = self.depth if self._chain else budget or DEFAULT_TREE_BUDGET
 
-    def propose(self, roots: Sequence[Root], taps: Taps, stats: EngineStats) -> Trees:
+    def propose(self, roots: SequenceOf[Root], taps: Taps, stats: EngineStats) -> Trees:
         """One draft call for all roots, also when there is none but taps are due."""
         if not roots:
             write_taps(self._executor, taps, stats)
@@ -155,19 +191,20 @@ class TreeSpeculation:
 
         return trees
 
-    def _grow(self, roots: Sequence[Root], tokens: I32, logits: DraftLogits) -> Grove:
+    def _grow(self, roots: SequenceOf[Root], tokens: I32, logits: DraftLogits) -> Grove:
         """Trees in the order of roots. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
-        depths = [min(self.depth, root.depth) for root in roots]
+        columns = (roots.nodes, roots.depth) if isinstance(roots, Roots) else ([r.nodes for r in roots], [r.depth for r in roots])
+        nodes, depths = ([min(most, count) for count in column] for most, column in zip((self.nodes, self.depth), columns, strict=True))
         if self._chain:
-            return chain(logits, tokens, [min(depth, root.nodes) for depth, root in zip(depths, roots, strict=True)])
-        return grow(logits, tokens, [min(self.nodes, root.nodes) for root in roots], depths if min(depths) < self.depth else self.depth)
+            return chain(logits, tokens, [min(pair) for pair in zip(depths, nodes, strict=True)])
+        return grow(logits, tokens, nodes, depths if min(depths) < self.depth else self.depth)
 
 
-def roots_only(roots: Sequence[Root]) -> Grove:
+def roots_only(roots: SequenceOf[Root]) -> Grove:
     """Trees without a draft."""
-    return Grove.roots([root.token for root in roots])
+    return Grove.roots(Roots.columns(roots)[0])
 
 
 def write_taps(executor: Executor, taps: Taps, stats: EngineStats) -> None:
@@ -193,15 +230,16 @@ def draft_depth(executor: Executor, config: SpeculativeConfig) -> int:
     return wanted or available
 
 
-def make_draft_plan(roots: Sequence[Root], taps: Taps) -> DraftPlan:
+def make_draft_plan(roots: SequenceOf[Root], taps: Taps) -> DraftPlan:
     """The plan of one draft call, [B] roots and [n] taps; pages [B, P] are padded with the null page."""
-    counts = [len(root.pages) for root in roots]
-    pages = np.zeros((len(roots), max(counts, default=0)), np.int32)
-    for row, count, root in zip(pages, counts, roots, strict=True):
-        row[:count] = root.pages
+    tokens, places, tables = Roots.columns(roots)
+    counts = [len(table) for table in tables]
+    pages = np.zeros((len(counts), max(counts, default=0)), np.int32)
+    for row, count, table in zip(pages, counts, tables, strict=True):
+        row[:count] = table
     return DraftPlan(
-        root=np.array([root.tokens[-1] for root in roots], np.int32),
-        pos=np.array([len(root.tokens) - 1 for root in roots], np.int32),
+        root=np.array(tokens, np.int32),
+        pos=np.array(places, np.int32),
         pages=pages,
         tap_rows=taps.rows,
         tap_pos=taps.pos,

@@ -111,9 +111,9 @@ def test_roots_are_the_decoding_sequences_with_room() -> None:
     a.append([1] * (a.left - 3))
     a.computed = a.length - 1
     a.add_pages(scheduler.pool.take(scheduler.pool.pages_for(a.length) - a.page_count))
-    assert scheduler.roots(16, 7) == [], "a block from here on would reach past the last position"
+    assert not scheduler.roots(16, 7), "a block from here on would reach past the last position"
     scheduler.last_draftable = 1000
-    assert scheduler.roots(0, 7) == [] and scheduler.roots(16, 0) == []
+    assert not scheduler.roots(0, 7) and not scheduler.roots(16, 0)
 
 
 def test_room_ends_with_the_tokens_left_and_the_context() -> None:
