@@ -252,13 +252,12 @@ def _score(cost: F64, table: _Candidates) -> F64:
         costs = np.zeros((depth, choices + 1, streams))  # the last choice is none at all
         costs[:, :choices] = cost.transpose(1, 2, 0)
         return np.ascontiguousarray(costs.reshape(-1, streams).take(table.places, axis=0).sum(axis=0).T)
-    levels: list[F64] = []
-    total = np.zeros((streams, 1))
+    costs, above, at = np.ascontiguousarray(cost.transpose(1, 2, 0)), np.zeros((1, streams)), 0  # streams side by side: a row is a copy
+    total = np.empty((len(table.order), streams))
     for d, (parent, rank) in enumerate(table.levels):
-        total = total.take(parent, axis=1)
-        total += cost[:, d].take(rank, axis=1)
-        levels.append(total)
-    return np.concatenate(levels, axis=1).take(table.order, axis=1)
+        above = np.add(above.take(parent, axis=0), costs[d].take(rank, axis=0), out=total[at : at + len(rank)])
+        at += len(rank)
+    return np.ascontiguousarray(total.take(table.order, axis=0).T)
 
 
 def _nth(total: F64, n: int) -> F64:
