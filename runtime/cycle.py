@@ -7,17 +7,18 @@ What a step leaves to the next one is two lists, and both are due before anythin
     moves  slots of accepted nodes that are not where their position belongs; they are the first thing
            of the next step, before it writes or reads
 
-So a page may be registered for prefix hits at once: whoever hits it reads it in the next step at the
+So a page may be registered for prefix hits before the next step is planned: whoever hits it reads it in the next step at the
 earliest, after its moves, and is drafted for one step later still, after its taps. The same holds when
 the sequence is gone by then. Pages that were given back meanwhile may receive a move or a tap too:
 their new holder writes later than that.
 
-Two things are done while the device is busy, so that it does not wait for them. Under the draft: pages and seats of the
-next step, page keys, what the last step taught. Under the step: `tell`, which turns the last step's tokens into text and hands
-it out. Without a next step nothing is held back.
+Whatever the device need not wait for is done while it is busy. Under the draft, or under the step where there is none: what the
+last step leaves is put away (outcomes, page keys, pages of rejected nodes), pages and seats of the next step, what the last step
+taught. Under the step: `tell`, which turns the last step's tokens into text and hands it out, and the table that its trees
+will be judged by. At the end of both: what comes next, as a rehearsal (`runtime.flight`). Without a next step nothing is held back.
 
-    host    accept │draft     pages, keys     │grow plan │verify     emit of the step before           │accept
-    device         │▕▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▏      │          │▕▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▏│
+    host    settle │draft     put away, pages │grow plan │verify     emit of the step before  rehearse │settle
+    device         │▕▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▏      │          │▕▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▏│
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Cycle:
             flight = Flight(begin_step(self._executor, plan), stats)
             self._moves = self._moves[:0]
         self._flying = True
-        grove.prepare()
+        with stats.stage("accept"):
+            self._put_away()
+            grove.prepare()
         if self._untold is not None:
             meanwhile()
         with stats.stage("verify"):
@@ -149,8 +152,9 @@ class Cycle:
                 self._watcher.before_step(self._scheduler.load(), stats)
         taps, self._taps = self._taps, Taps.none()
         grown = self._speculator.propose(roots, taps, stats)
-        with stats.stage("accept"):
-            self._put_away()
+        if stats.in_flight or not self._may_wait():
+            with stats.stage("accept"):
+                self._put_away()
         with stats.stage("plan"):
             self._scheduler.prepare()
         if self._watcher is not None and stats.in_flight:
@@ -202,6 +206,12 @@ class Cycle:
         self._drop_lost()
         if rows:
             self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
+
+    def _may_wait(self) -> bool:
+        """Whether the next step is planned alike before and after `_put_away`: no pages come back, are looked up or run short."""
+        scheduler = self._scheduler
+        enough = self._pool.available >= len(scheduler.running)
+        return not (self._speculator.nodes or scheduler.waiting or self._planner.adjusts) and enough
 
     def _put_away(self) -> None:
         """What the last step leaves that no draft waits for: outcomes, full pages to the cache, those of rejected nodes to the pool."""

@@ -83,6 +83,11 @@ class Planner:
         self._held: list[int] = []  # and of those with a constraint
         self._lines = _Lines.of([0], [1])
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether some sequence of the last batch may have adjustments, which its history decides."""
+        return bool(self._adjusted)
+
     def plan(self, shares: SequenceOf[Share], moves: I32) -> tuple[StepPlan, Grove]:
         """Lays the shares' rows one after another: m rows, B = len(shares) sequences. Their trees, in order, too.
 
