@@ -117,6 +117,8 @@ class Cycle:
         """What the host does before the next launch, on what it has: no draw has come yet, so everything is judged to be token 0."""
         judge(grove, np.zeros(len(plan.out_rows), np.int32), np.ones(len(plan.out_rows), np.bool_))
         self._planner.plan(shares, plan.moves)
+        if grove.bare and len(grove) == plan.m:
+            self._planner.foresee(shares)
 
     def tell(self) -> list[Delivery]:
         """What the last step that was not told of says to its requests. Who turns out to be past saving goes as soon as may be."""

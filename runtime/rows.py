@@ -70,6 +70,19 @@ class _Lines:
         return _Lines(before, nodes, row0, seq, place, out_rows, -(-int(counts.max()) // WORD_BITS), np.ones((len(seq), 1), np.uint64))
 
 
+@dataclass(frozen=True, slots=True)
+class _Spots:
+    """Where rows lie in the cache; good for the same starts, lines and page tables."""
+
+    starts: list[int]
+    lines: _Lines
+    pages: I32
+    ctx: I32  # [B]
+    base: I32  # [m] ctx of its sequence
+    at: I32  # [m] the position whose slot a row writes to
+    slot: I32  # [m]
+
+
 class Planner:
     """Makes step plans. What they have in common is kept from one step to the next: sampling values, page tables, how rows lie."""
 
@@ -82,6 +95,7 @@ class Planner:
         self._adjusted: list[int] = []  # places in the batch of those that may have adjustments
         self._held: list[int] = []  # and of those with a constraint
         self._lines = _Lines.of([0], [1])
+        self._ahead: _Spots | None = None  # of the next step, perhaps
 
     @property
     def adjusts(self) -> bool:
@@ -106,14 +120,12 @@ class Planner:
         lines, before, nodes = self._lines, [share.before for share in shares], [share.nodes for share in shares]
         if nodes != lines.nodes or before != lines.before:
             lines = self._lines = _Lines.of(before, nodes)
-        ctx = np.array([share.start for share in shares], np.int32)
-        base = ctx.take(lines.seq)
-        at = base + lines.place  # the position whose slot a row writes to
-        page, place = np.divmod(at, np.int32(self._page_size))
+        spots = self._spots([share.start for share in shares])
+        at = spots.at
         grove = _grove_of(shares)
         if not any(before):
             token = grove.token
-            pos, ancestors = (at, lines.alone) if grove.bare else (base + grove.depth, grove.ancestors(lines.words))
+            pos, ancestors = (at, lines.alone) if grove.bare else (spots.base + grove.depth, grove.ancestors(lines.words))
         else:
             token, pos, ancestors = _fill_chunks(shares, grove, lines, at)
         adjust, (mask_rows, masks) = self._tables(shares, lines.row0)
@@ -121,10 +133,10 @@ class Planner:
             bucket=self._config.bucket_for(len(token)),
             token=token,
             pos=pos,
-            slot=self._pages[lines.seq, page] * np.int32(self._page_size) + place,
+            slot=spots.slot,
             seq=lines.seq,
             ancestors=ancestors,
-            ctx=ctx,
+            ctx=spots.ctx,
             row0=lines.row0,
             pages=self._pages,
             moves=moves,
@@ -138,6 +150,23 @@ class Planner:
             **self._sampling,
         )
         return plan, grove
+
+    def foresee(self, shares: SequenceOf[Share]) -> None:
+        """Works out where the rows of the next step lie if every sequence of this one gets a token and no more: most of a plain plan."""
+        starts = [share.start + share.count for share in shares]
+        if max(starts) < self._pages.shape[1] * self._page_size:
+            self._ahead = self._spots(starts)
+
+    def _spots(self, starts: list[int]) -> _Spots:
+        lines, ahead = self._lines, self._ahead
+        if ahead is not None and ahead.starts == starts and ahead.lines is lines and ahead.pages is self._pages:
+            return ahead
+        ctx = np.array(starts, np.int32)
+        base = ctx.take(lines.seq)
+        at = base + lines.place
+        page, place = np.divmod(at, np.int32(self._page_size))
+        slot = self._pages[lines.seq, page] * np.int32(self._page_size) + place
+        return _Spots(starts, lines, self._pages, ctx, base, at, slot)
 
     def _tables(self, shares: SequenceOf[Share], row0: I32) -> tuple[tuple[I32, F32, I32, F32], tuple[I32, U32]]:
         """The adjustments and masks of those sequences that have any."""
