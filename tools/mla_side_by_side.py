@@ -2,7 +2,7 @@
 
 All builds come first, as many at a time as there are processors. Then every variant answers for itself twice (a ragged batch
 against the NumPy definition, rows of the very case against float64) and is timed as bench_mla times: a graph of launches, each
-with a page table of its own over 1.8 GB, the median of the replays over the calls.
+with a page table of its own over 1.8 GB, the median of nine replays after a cool-down over the calls.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from runtime.kernels_cu._build import BuildError, build
 from runtime.kernels_cu.tree_mla_config import Config
 from runtime.ops import OPS
 from tools.bench_mla import CASES, MAX_ERROR, PAGE, PAGES, WIDTH, Bench, parse_case, source_digest, targets
+from tools.graph_timing import BURST, COOL_DOWN_S, replay_us
 from tools.mla_rig import Attention
 from tools.mla_variants import ROUNDS, describe, trying, variants
-
-SAMPLED_S = 0.1
 
 
 def stamped(case: str, config: Config) -> Config:
@@ -70,6 +69,7 @@ STATIONS = (
     "entered", "predecessor over", "first keys asked for", "first item known", "first scores", "last product", "parts stored",
     "arrival told", "all arrived", "parts there", "added up", "left",
 )  # fmt: skip
+COMMON = {12: "entered", 13: "left", 14: "merge: its parts are there", 15: "merge: left"}  # one clock
 DETAIL_COLUMNS = ("begun", "softened / scored", "weights there", "mixed in")
 DETAIL_ROWS = {
     16: "even begun", 17: "scores", 18: "softened, product begun", 19: "product over", 20: "other's product begun", 21: "over",
@@ -83,8 +83,8 @@ def timeline(function: Any, rows: bool, clock_hz: float) -> list[str]:
 
     address = int(function.module.get_global_var("mla_stamps"))
     memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(address, 256 * 32 * 8, function), 0)
-    stamps = cp.asnumpy(cp.ndarray((256, 32), cp.int64, memory)).astype(np.float64) * (1e6 / clock_hz)
-    stamps = stamps[stamps[:, 0] > 0]
+    raw = cp.asnumpy(cp.ndarray((256, 32), cp.int64, memory))
+    stamps = raw[raw[:, 0] > 0] * (1e6 / clock_hz)
     lines = []
 
     def note(name: str, station: int, origin: int) -> None:
@@ -102,6 +102,21 @@ def timeline(function: Any, rows: bool, clock_hz: float) -> list[str]:
         for station in range(16, 32):
             group, tile, step = (station - 16) // 8, (station - 16) // 4 % 2, station % 4
             note(f"group {group}, tile +{tile}: {DETAIL_COLUMNS[step]}", station, 16)
+    return lines + common(raw)
+
+
+def common(raw: np.ndarray) -> list[str]:
+    """Lines of the clock that all blocks share: us since the first one's entry; the first block, the quartiles, the last. Beside it the
+    processors' clock, which the other lines take for the highest."""
+    here = raw[(raw[:, 12] > 0) & (raw[:, 13] > raw[:, 12])]
+    if not len(here):
+        return []
+    begin = here[:, 12].min()
+    lines = [f"    {'clock, GHz':<40} {np.median((here[:, 11] - here[:, 0]) / (here[:, 13] - here[:, 12])):8.2f}"]
+    for station, name in COMMON.items():
+        if (since := (raw[:, station][raw[:, station] > 0] - begin) / 1e3).size:
+            spread = " ".join(f"{x:7.2f}" for x in np.percentile(since, (0, 25, 50, 75, 100)))
+            lines.append(f"    {name + ', first to last':<40} {spread}  ({since.size} blocks)")
     return lines
 
 
@@ -160,7 +175,9 @@ class SideBySide:
         if fault := self.wrong(case, config, error):
             print(f"{head} WRONG, not timed: {fault}", flush=True)
             return
-        us = bench.time_us(launches[1], SAMPLED_S, bench.case.calls)
+        graph = bench.graph(launches[1])
+        time.sleep(COOL_DOWN_S)
+        us = float(np.median(replay_us(bench.rig.stream, graph, 0.0, BURST))) / bench.case.calls
         times.setdefault(name, []).append(us)
         first = next(iter(times.values()))[-1]
         print(f"{head}{us:9.1f} us {us / first - 1:+7.1%}  error {error:.1e}  {targets(case).split(';')[0]}", flush=True)
@@ -187,6 +204,7 @@ class SideBySide:
         """Where a block's time goes, in the last of a graph's launches."""
         bench, noted = self.benches[case], stamped(case, config)
         layers = self.started(case, noted)
+        time.sleep(COOL_DOWN_S)
         bench.time_us(layers, 0.0, bench.case.calls)
         print(
             f"{case} {describe(config)}: us since entry, median and latest; of two tiles since the first was begun",

@@ -31,19 +31,18 @@ def variants(case: str, dims: Dims) -> list[Config]:
     base = served(default_config(dims), dims)
     base = replace(base, float_parts=False)
     late = {"EARLY_KEYS": 0}
-    two = {"TWO_AN_SM": 1, "MERGE_LATER": 0}
     others = {
-        "8x1x9x4096": lambda: [trying(base, {"MERGE_LATER": 0}, late), trying(base, late)],
+        "8x1x9x4096": lambda: [trying(base, {"MERGERS": 2}), trying(base, late)],
         "8x10x1x4096": lambda: [
-            *(trying(base, two, slots=12, ahead=ahead) for ahead in (0, 3, 4)),
-            trying(base, two, late, slots=12, ahead=4),
+            trying(base, slots=25),  # both blocks of an item's merge stand beside it
+            trying(base, {"MERGERS": 1}),
+            trying(base, {"MERGERS": 1}, slots=25),
             trying(base, {"MERGE_LATER": 0}),
-            trying(base, octets=2, slots=24),
         ],
         "8x10x9x4096": lambda: [trying(base, late), replace(base, ahead=9)],
         "8x10x9x65536": lambda: [trying(base, late), replace(base, ahead=9)],
         "8x10x33x65536": lambda: [trying(base, late)],
-        "64x10x9x4096": lambda: [trying(base, late), trying(base, {"SPREAD": 1})],
+        "64x10x9x4096": lambda: [trying(base, late)],
         "64x10x33x65536": lambda: [trying(base, {"SOFTEN_FIRST": 0}), replace(base, float_parts=True)],
     }
     return [base, *others.get(case, lambda: [trying(base, late)])()]

@@ -41,7 +41,7 @@ static_assert(!USE_WGMMA || PRODUCERS == 1, "one thread asks for copies of boxes
 constexpr int kWaited = 3;  // boxes waited for before the first is multiplied: no branch in between, 14 clocks a product and 80 a box
 constexpr int kOctets = OCTETS, kAdders = (kN + 31) / 32;  // warps
 constexpr int kThreads = USE_WGMMA ? 384 : 256 + 32 * (PRODUCERS + kAdders), kHearers = 256 + 32 * kAdders;
-constexpr bool kDealt = USE_WGMMA && !MERGE_LATER && !TWO_AN_SM;  // registers anew: products have more than the copier
+constexpr bool kDealt = USE_WGMMA && !MERGE_LATER;  // registers anew: products have more than the copier
 constexpr int kMax = (kMoved + 8 + 15) / 16 * 16;
 static_assert(kMax + 8 * kN <= 1024, "the tail of shared memory");
 
@@ -488,7 +488,7 @@ __device__ __forceinline__ void add_weights(const Params& p, smem_t base, int co
 }
 
 #if USE_WGMMA
-extern "C" __global__ void __launch_bounds__(kThreads, 1 + TWO_AN_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap queries) {
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_constant__ Params p) {
@@ -497,6 +497,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
+  stamp_common(12, threadIdx.x == 0);
 #if EARLY_KEYS
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   Start start{};
@@ -559,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
       walker.finish(it, warp);
     }
   }
-#if USE_WGMMA && !MERGE_LATER && !TWO_AN_SM
+#if USE_WGMMA && !MERGE_LATER
   lower_registers<168>();                                  // or ptxas gives up the 232 above: 9.6 KB of spills
 #endif
   for (int i = blockIdx.x; i < count && !MERGE_LATER; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe
@@ -567,6 +568,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
     if (it.tiles && it.splits > 1) combine(p, it, base, warp, lane);
   }
   stamp(11, threadIdx.x == 0);
+  stamp_common(13, threadIdx.x == 0);
 }
 
 #include "prim/mla_merge.cuh"

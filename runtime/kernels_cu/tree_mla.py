@@ -129,7 +129,7 @@ def layer_call(
 
 def merge_call(dims: Dims, config: Config, blocks: int, at: Mapping[str, int], scale: float) -> Call:
     """What follows `layer_call` where `merges_later`."""
-    mergers = 2 if config.octets == 1 else 4  # kMergers
+    mergers = dict(config.trials).get("MERGERS") or (2 if config.octets == 1 else 4)  # kMergers
     return Call(MERGE, (mergers * blocks, 1, 1), MERGE_THREADS, 0, (fill_params(dims, config, at, scale, blocks)[1],))
 
 

@@ -17,7 +17,7 @@ MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a":
 MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
 L2_SHARE = 1.36  # L2's rate over the read rate: FlashMLA's 746 TFLOP/s on one H200 take 6.2 TB/s out of L2, memory gives 4.54
 ROOM_WAVES = 4  # partials a block has room for
-TRIALS = ("EARLY_KEYS", "MERGE_LATER", "TWO_AN_SM", "SPREAD", "SOFTEN_FIRST", "STAMPS")  # prim/mla_trials.cuh
+TRIALS = ("EARLY_KEYS", "MERGE_LATER", "MERGERS", "SOFTEN_FIRST", "STAMPS")  # prim/mla_trials.cuh
 
 # What builds for wgmma are served with beyond the choice of `candidates`: fields of `Config`, by kind. Readings of one H200, us, without
 # and with (heads x streams x nodes x ctx). A merge of its own gains where launch, look-ups and merge are most of the time: 12.9 -> 11.7 at
@@ -31,7 +31,6 @@ SERVED: dict[str, dict[str, Any]] = {
     "many rows": {"trials": (("SOFTEN_FIRST", 1),)},
 }
 NARROW_OCTETS, MANY_ROWS = 4, 1024  # at most; (node, head) pairs of a sequence, at least
-HALF_SMEM_BYTES = (233472 - 2048) // 2  # of an SM's, less a kilobyte of the system's a block
 MERGE_BYTES = 8192  # that an SM's shared memory keeps for a block of the merge
 
 
@@ -126,8 +125,6 @@ class Config:
             raise ValueError(f"{self}: trials are of the kernels with wgmma")
         if dict(self.trials).get("MERGE_LATER") and (self.rows or self.octets > NARROW_OCTETS):
             raise ValueError(f"{self}: a merge of its own is for up to {NARROW_OCTETS} octets of columns")
-        if dict(self.trials).get("TWO_AN_SM") and (self.rows or self.octets > 1 or self.smem_bytes() > HALF_SMEM_BYTES):
-            raise ValueError(f"{self}: {self.smem_bytes()} bytes of shared memory; two an SM: one octet, {HALF_SMEM_BYTES} bytes each")
         if not 0 <= self.ahead <= BOXES:
             raise ValueError(f"{self}: {self.ahead} boxes ahead; a tile has {BOXES}")
         if not max(BOXES, 8 + self.ahead) <= self.slots <= 27:

@@ -341,6 +341,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   const smem_t base = smem(shared), tail = base + kTailAt;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
   stamp(0, threadIdx.x == 0);
+  stamp_common(12, threadIdx.x == 0);
 #if EARLY_KEYS
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   Start start{};
@@ -395,4 +396,5 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     if (it.tiles && it.splits > 1) combine(p, it, warp, lane);
   }
   stamp(11, threadIdx.x == 0);
+  stamp_common(13, threadIdx.x == 0);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from runtime.kernels_cu.tree_mla_config import Config, default_config, served
@@ -101,3 +102,16 @@ def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
 def test_building_times_nothing(dry):
     main(["--variants", "--build", "--cases", "8x10x1x4096"])
     assert [kind for kind, _ in dry] == ["builds"]
+
+
+def test_clocks_of_blocks_become_one_timeline():
+    """Two blocks 1 us apart at 2 GHz, 3 us each; a merge's block."""
+    raw = np.zeros((256, 32), np.int64)
+    for block, begin in enumerate((5_000, 6_000)):
+        raw[block, [0, 11, 12, 13]] = 100, 6_100, begin, begin + 3_000
+    raw[200, 14:16] = 10_000, 11_500
+    clock, *lines = mla_side_by_side.common(raw)
+    assert clock.split() == ["clock,", "GHz", "2.00"]
+    first_and_last = [(line.split()[-7], line.split()[-3]) for line in lines]
+    assert first_and_last == [("0.00", "1.00"), ("3.00", "4.00"), ("5.00", "5.00"), ("6.50", "6.50")]
+    assert mla_side_by_side.common(0 * raw) == []

@@ -68,8 +68,7 @@ struct PlanRoom {
   int rows[kMostSequences], ctx[kMostSequences];          // of each sequence
   int keys[kMostSequences], tiles[kMostSequences];        // its key tiles and column tiles; 0 where it has no rows
   int start[kMostSequences];                              // where it begins on the axis of even parts
-  int pieces[kMostSequences];                             // of it, at most
-  Parts parts[kMostSequences];                            // of its first column tile
+  Parts parts[kMostSequences];                            // that have a piece of it
   int slot[kMostSequences], counter[kMostSequences];
   uint32_t warps[2][8];
   int most_pieces;
@@ -115,22 +114,21 @@ __device__ __forceinline__ void list_chunks(const PlanParams& p, const PlanRoom&
 
 // Even parts. The sequences' keys lie end to end on an axis, each behind kItemOverhead; it is cut into parts of `length`, and a part
 // has as many blocks as the widest sequence has column tiles: block i takes tile i % widest of all pieces in part i / widest, its
-// k-th at items[k * blocks + i]. SPREAD lays the column tiles' axes end to end too, and a part is one block's. `before`: of those.
+// k-th at items[k * blocks + i].
 // First key tile of sequence b that part `part` begins with:
-__device__ __forceinline__ int cut(const PlanRoom& r, int b, int keys, int part, int length, int before) {
-  const int at = part * length - before - r.start[b] - kItemOverhead;
+__device__ __forceinline__ int cut(const PlanRoom& r, int b, int keys, int part, int length) {
+  const int at = part * length - r.start[b] - kItemOverhead;
   return at < kLeastPiece ? 0 : keys - at < kLeastPiece ? keys : at;
 }
-__device__ __forceinline__ Parts parts_of(const PlanRoom& r, int b, int keys, int length, int before) {
-  const int start = before + r.start[b] + kItemOverhead;
+__device__ __forceinline__ Parts parts_of(const PlanRoom& r, int b, int keys, int length) {
+  const int start = r.start[b] + kItemOverhead;
   Parts f{start / length, (start + keys) / length};
-  while (cut(r, b, keys, f.first + 1, length, before) == 0) ++f.first;
-  while (cut(r, b, keys, f.last, length, before) == keys) --f.last;
+  while (cut(r, b, keys, f.first + 1, length) == 0) ++f.first;
+  while (cut(r, b, keys, f.last, length) == keys) --f.last;
   return f;
 }
 // False where the lists have no room for them; nothing is written then.
-__device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int widest, int length, int axis, int t) {
-  const int turns = SPREAD ? widest : 1, side = SPREAD ? 1 : widest;  // column tiles one behind the other, side by side
+__device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int widest, int length, int t) {
   int at = 0;
   for (int b = 0; b < p.sequences; ++b) {
     if ((b & 255) == t) r.start[b] = at;
@@ -140,18 +138,13 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
   __syncthreads();
   for (int b = t; b < p.sequences; b += 256) {
     if (!r.rows[b]) continue;
-    int pieces = 0;
-    for (int turn = turns - 1; turn >= 0; --turn) {
-      r.parts[b] = parts_of(r, b, r.keys[b], length, turn * axis);
-      pieces = most(pieces, r.parts[b].last - r.parts[b].first + 1);
-    }
-    r.pieces[b] = pieces;
+    r.parts[b] = parts_of(r, b, r.keys[b], length);
   }
   __syncthreads();
   int slot = 0, counter = 0;
   for (int b = 0; b < p.sequences; ++b) {
     if (!r.rows[b]) continue;
-    const int tiles = r.tiles[b], pieces = r.pieces[b];
+    const int tiles = r.tiles[b], pieces = r.parts[b].last - r.parts[b].first + 1;
     if ((b & 255) == t) {
       r.slot[b] = slot;
       r.counter[b] = counter;
@@ -159,30 +152,24 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
     counter += tiles;
     if (pieces > 1) slot += pieces * tiles;
   }
-  for (int i = t; i < p.blocks / side; i += 256) {
+  for (int i = t; i < p.blocks / widest; i += 256) {
     int pieces = 0;
-    for (int turn = 0; turn < turns; ++turn)
-      for (int b = 0; b < p.sequences; ++b) {
-        if (!r.rows[b]) continue;
-        const Parts f = turn ? parts_of(r, b, r.keys[b], length, turn * axis) : r.parts[b];
-        pieces += f.first <= i && i <= f.last;
-      }
+    for (int b = 0; b < p.sequences; ++b) pieces += r.rows[b] && r.parts[b].first <= i && i <= r.parts[b].last;
     atomicMax(&r.most_pieces, pieces);
   }
   __syncthreads();
   if (slot > p.slot_room || r.most_pieces * p.blocks > p.item_room) return false;
   for (int i = t; i < p.blocks; i += 256) {
-    const int part = i / side;
+    const int part = i / widest, tile = i % widest;
     Item* to = p.items + i;
-    for (int n = 0; n < turns * p.sequences; ++n) {
-      const int b = n % p.sequences, turn = n / p.sequences, tile = SPREAD ? turn : i % side, before = turn * axis;
+    for (int b = 0; b < p.sequences; ++b) {
       if (!r.rows[b] || tile >= r.tiles[b]) continue;
       const int keys = r.keys[b], tiles = r.tiles[b];
-      Parts f = turn ? parts_of(r, b, keys, length, before) : r.parts[b];
+      Parts f = r.parts[b];
       if (part < f.first || part > f.last) continue;
-      Item it = item_of(p, r, b, tile, cut(r, b, keys, part, length, before), cut(r, b, keys, part + 1, length, before));
+      Item it = item_of(p, r, b, tile, cut(r, b, keys, part, length), cut(r, b, keys, part + 1, length));
       const int seen = parts(it.ctx + (it.packed + it.columns - 1) / kHeads + 1, kTile);
-      while (cut(r, b, keys, f.last, length, before) >= seen) --f.last;
+      while (cut(r, b, keys, f.last, length) >= seen) --f.last;
       it.split = part - f.first;
       it.splits = f.last - f.first + 1;
       it.slot = r.slot[b] + tile;
@@ -246,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
   // Parts as FlashMLA's scheduler makes them: all blocks end together, but a sequence narrower than the widest leaves some idle. Most blocks
   // have two of them, which must gain something: 8 x 10 x 9 x 64k takes 225 us with 130 ranges of 79 tiles, 228 to 250 with parts of 78.
   if (widest <= p.blocks && axis) {
-    const int length = most(SPREAD ? parts(axis * widest, p.blocks) : parts(axis, p.blocks / widest), 2 * kLeastPiece);
-    if (32ull * (length + kItemOverhead) < 31ull * cost && list_parts(p, r, widest, length, axis, t)) return;
+    const int length = most(parts(axis, p.blocks / widest), 2 * kLeastPiece);
+    if (32ull * (length + kItemOverhead) < 31ull * cost && list_parts(p, r, widest, length, t)) return;
   }
   list_chunks(p, r, chunk, t);
 }

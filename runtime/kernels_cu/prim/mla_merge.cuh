@@ -4,8 +4,9 @@
 #pragma once
 
 #if MERGE_LATER
-// Blocks an item: with 8 columns as many as an SM holds beside tree_mla's, so that all wait there already; parts that a warp asks for at once.
-constexpr int kMergers = OCTETS == 1 ? 2 : 4, kAtOnce = 4;
+// Blocks an item; parts that a warp asks for at once. Blocks for which there is no room beside tree_mla's enter where one of those leaves,
+// up to four on the same SM; the next layer's block has no room there before they end, so it asks for nothing early.
+constexpr int kMergers = MERGERS ? MERGERS : OCTETS == 1 ? 2 : 4, kAtOnce = 4;
 
 // Of a lane's two columns: maxima, sums of weights, and what the weights were multiplied with.
 struct Sum {
@@ -75,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(256, PART_F32 ? 3 : 4) tree_mla_mer
   const int count = *p.count;                              // the list is older than tree_mla, which let this kernel start behind its own wait
   Item it = p.items[blockIdx.x / kMergers];
   pdl_wait();
+  stamp_common(14, threadIdx.x == 0 && blockIdx.x < kStamped);
   for (int i = blockIdx.x / kMergers; i < count; i += gridDim.x / kMergers) {
     if (i >= (int)gridDim.x / kMergers) it = p.items[i];
     if (!it.tiles || it.splits < 2) continue;
@@ -101,5 +103,6 @@ extern "C" __global__ void __launch_bounds__(256, PART_F32 ? 3 : 4) tree_mla_mer
       put_unit(p, it, u, float4{sum.o.x * x, sum.o.y * y, sum.o.z * x, sum.o.w * y}, lane);
     }
   }
+  stamp_common(15, threadIdx.x == 0 && blockIdx.x < kStamped);
 }
 #endif

@@ -9,11 +9,8 @@
                       // another. Registers are not dealt anew, so a block takes what it needs and the merge of the layer before fits beside it
 #define MERGE_LATER 0
 #endif
-#ifndef SPREAD        // the plan's even parts: column tiles end to end, so that no block is left over; they read the same keys at different times
-#define SPREAD 0
-#endif
-#ifndef TWO_AN_SM     // tree_mla.cu, 8 columns: a block takes half an SM, so that the next layer's asks for its keys while this one's end and merge
-#define TWO_AN_SM 0
+#ifndef MERGERS       // blocks of tree_mla_merge an item; 0: 2 with 8 columns, else 4
+#define MERGERS 0
 #endif
 #ifndef SOFTEN_FIRST  // tree_mla_rows.cu: the softmax of an odd tile really runs behind the product of the even one, and a group looks for the boxes of the
                       // other's tile while it waits for something else anyway
@@ -23,17 +20,25 @@
 #define STAMPS 0
 #endif
 
+constexpr int kStamped = 256;  // blocks
 #if STAMPS && !defined(KCPU)
 constexpr int kStations = 32;
-__device__ long long mla_stamps[256 * kStations];
+__device__ long long mla_stamps[kStamped * kStations];
 // `who`: whether this thread is the one that notes it. Predicated, not branched around: products may be under way.
 __device__ __forceinline__ void stamp(int station, bool who) {
   asm volatile("{\n.reg .pred p;\n.reg .b64 t;\nsetp.ne.s32 p, %1, 0;\nmov.u64 t, %%clock64;\n@p st.global.b64 [%0], t;\n}" ::"l"(
                    mla_stamps + (blockIdx.x * kStations + station)),
                "r"((int)who) : "memory");
 }
+// Nanoseconds of a clock that all blocks share.
+__device__ __forceinline__ void stamp_common(int station, bool who) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 t;\nsetp.ne.s32 p, %1, 0;\nmov.u64 t, %%globaltimer;\n@p st.global.b64 [%0], t;\n}" ::"l"(
+                   mla_stamps + (blockIdx.x * kStations + station)),
+               "r"((int)who) : "memory");
+}
 #else
 __device__ __forceinline__ void stamp(int, bool) {}
+__device__ __forceinline__ void stamp_common(int, bool) {}
 #endif
 
 namespace prim {

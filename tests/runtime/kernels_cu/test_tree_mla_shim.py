@@ -86,7 +86,7 @@ CASES |= {
 
 
 TRIALS = {  # of prim/mla_trials.cuh
-    "wgmma: tree, several splits": ("EARLY_KEYS", "TWO_AN_SM"),
+    "wgmma: tree, several splits": ("EARLY_KEYS", "MERGE_LATER", "MERGERS"),
     "wgmma: bf16 partials, dead rows": ("EARLY_KEYS", "MERGE_LATER"),
     "rows: 64 heads, bf16 partials": ("EARLY_KEYS", "SOFTEN_FIRST"),
     "rows: ragged, every tile a split, pages of 16": ("EARLY_KEYS",),
