@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.grove import Grove
-from runtime.types import I16, I32, I64, Array, DraftLogits, DraftTree
+from runtime.types import I16, I32, I64, Array, Bools, DraftLogits, DraftTree
 
 F64 = NDArray[np.float64]
 Node = tuple[int, int, int, float]  # token, parent, depth, key
@@ -228,10 +228,12 @@ def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates)
         picked = total.argsort(axis=1, kind="stable")[:, :most]
         found = total.take(picked + stream * count)
     else:
-        kept = total <= _nth(total, most)[:, None]  # finite costs only; beyond `most` where the last place is tied
-        columns, kept_cost = _rows_of(kept, np.count_nonzero(kept, axis=1), total)
-        ranking = kept_cost.argsort(axis=1, kind="stable")[:, :most]
-        picked, found = columns[stream, ranking], kept_cost[stream, ranking]
+        kept = (total <= _nth(total, most)[:, None]).take(table.order, axis=1)  # finite costs only; beyond `most` where the last is tied
+        columns, padded = _rows_of(kept, np.count_nonzero(kept, axis=1))
+        costs = total.take(table.order.take(columns) + stream * count)
+        costs[padded] = np.inf
+        ranking = costs.argsort(axis=1, kind="stable")[:, :most]
+        picked, found = columns[stream, ranking], costs[stream, ranking]
         most = picked.shape[1]
     node_of = np.zeros((streams, count + 1), np.int16)
     node_of[stream, picked[:, ::-1]] = np.arange(most, 0, -1, dtype=np.int16)  # padding repeats candidate 0; its true place comes last
@@ -246,18 +248,19 @@ def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates)
 
 
 def _score(cost: F64, table: _Candidates) -> F64:
-    """The cost of every candidate of every stream, [B, C], summed from the root on."""
+    """The cost of every candidate of every stream, summed from the root on: [B, C], in the order of `places` or of the levels."""
     streams, depth, choices = cost.shape
     if table.places is not None:  # in 3 calls, where numbers do not take the time
         costs = np.zeros((depth, choices + 1, streams))  # the last choice is none at all
         costs[:, :choices] = cost.transpose(1, 2, 0)
         return np.ascontiguousarray(costs.reshape(-1, streams).take(table.places, axis=0).sum(axis=0).T)
-    costs, above, at = np.ascontiguousarray(cost.transpose(1, 2, 0)), np.zeros((1, streams)), 0  # streams side by side: a row is a copy
-    total = np.empty((len(table.order), streams))
+    total, above, at = np.empty((streams, len(table.order))), np.zeros((streams, 1)), 0
     for d, (parent, rank) in enumerate(table.levels):
-        above = np.add(above.take(parent, axis=0), costs[d].take(rank, axis=0), out=total[at : at + len(rank)])
+        above = above.take(parent, axis=1)
+        above += cost[:, d].take(rank, axis=1)
+        total[:, at : at + len(rank)] = above
         at += len(rank)
-    return np.ascontiguousarray(total.take(table.order, axis=0).T)
+    return total
 
 
 def _nth(total: F64, n: int) -> F64:
@@ -313,20 +316,16 @@ def _grow_bounded(ids: I32, cost: F64, root: I32, budget: int, most: int) -> For
     return forest
 
 
-def _rows_of(kept: Array, counts: I64, total: F64) -> tuple[I64, F64]:
-    """Returns the kept columns of each row and their costs, [B, largest count], padded with column 0 at infinite cost."""
+def _rows_of(kept: Array, counts: I64) -> tuple[I64, Bools]:
+    """Returns the kept columns of each row, [B, largest count], padded with column 0, and where that is."""
     streams, count = kept.shape
     flat = np.flatnonzero(kept)
     widest = int(counts.max())
-    if (counts == widest).all():
-        columns = flat.reshape(streams, widest)
-        return columns - np.arange(0, streams * count, count)[:, None], total.ravel()[columns]
-    row = np.repeat(np.arange(streams), counts)
-    place = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+    padded = np.arange(widest) >= counts[:, None]
+    if len(flat) == padded.size:
+        return flat.reshape(streams, widest) - np.arange(0, streams * count, count)[:, None], padded
     columns = np.zeros((streams, widest), np.int64)
-    padded = np.full((streams, widest), np.inf)
-    columns[row, place] = flat - row * count
-    padded[row, place] = total.ravel()[flat]
+    columns[~padded] = flat - np.repeat(np.arange(0, streams * count, count), counts)
     return columns, padded
 
 
