@@ -127,18 +127,20 @@ def _lines(sizes: tuple[int, ...]) -> Lines:
     return Lines(ends.tolist(), ends - count, start, node, np.left_shift(np.uint64(1), (node % 64).astype(np.uint64)))
 
 
-@dataclass(frozen=True, slots=True)
 class Offer(Mapping[str, DraftTree]):
-    """Trees by the ids of the sequences that they are for."""
+    """Trees by the ids of the sequences that they are for. Who takes all of them need not look up any."""
 
-    ids: list[str]
-    trees: Sequence[DraftTree]
+    def __init__(self, ids: list[str], trees: Sequence[DraftTree]) -> None:
+        if len(ids) != len(trees):
+            raise ValueError(f"draft trees: {len(trees)} for {len(ids)} roots; a speculator makes one for each")
+        self.ids, self.trees = ids, trees
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {id: at for at, id in enumerate(self.ids)}
 
     def __getitem__(self, id: str) -> DraftTree:
-        try:
-            return self.trees[self.ids.index(id)]
-        except ValueError:
-            raise KeyError(id) from None
+        return self.trees[self._places[id]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.ids)
