@@ -220,6 +220,7 @@ def make_gpu_executor(
     rank, world = (host.rank, host.world) if host else (0, 1)
     driver = driver or open_driver(config.enforce_eager, rank + (place.device if place else 0))
     backend = CudaBackend(driver.device, config.batch_invariant)
+    backend.single_rows = not speculative.enabled
     comm = join_peers(driver, backend, host, source.target.hidden) if host else SoloComm()
     limits = limits_of(source, _with_pages(source, config), speculative)
     paths = path_pages(config, limits, speculative)

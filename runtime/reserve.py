@@ -105,6 +105,7 @@ def reserve(
     length = config.max_model_len or c.max_positions
     limits = Limits(c.vocab, config.max_num_batched_tokens, _PAGES, config.block_size, length, own.depth if own else 0, DRAFT_TOP_K)
     backend = CudaBackend(device, config.batch_invariant)
+    backend.single_rows = drafter is None
     with blank_maps():
         trees = replace(limits, draft_depth=drafter.depth if drafter else 0)  # which every stage verifies
         paths = path_pages(config, trees, SpeculativeConfig(method="ddtree" if drafter else "none"))

@@ -118,6 +118,7 @@ class Recorder:
         self.chunks: Chunks | None = None  # once split_chunks is recorded
         self.paths: PathPages | None = None  # of draft trees, and where they lie; None: trees keep their keys at node positions
         self.path_slots = DeviceArray(0, (0, 0), "bf16")
+        self.single_rows = False  # nothing is drafted: a step of no more rows than there may be sequences has one of each
         self._alive: DeviceArray | None = None
         self._choices: dict[Any, Any] = {}
         self._op: tuple[str, Mapping[str, int]] = ("", {})

@@ -47,6 +47,16 @@ class Hopper(Still):
     arch = "sm_90a"
 
 
+@pytest.mark.parametrize(("heads", "octets"), [(8, 1), (16, 2), (32, 4)])
+def test_undrafted_rows_get_as_many_columns_as_they_have(heads, octets):
+    """A bucket of ten rows is ten streams then; with drafts it may be a tree."""
+    ops, dims = CudaBackend(Hopper(lambda *_: None)), Dims(10, 10, heads, 131072)
+    assert record_attention._config(ops, dims).octets > octets
+    ops.single_rows = True
+    assert record_attention._config(ops, dims).octets == octets
+    assert record_attention._config(ops, replace(dims, B=2)).octets > octets
+
+
 def recorded(paths, ops):
     """Two layers' launches."""
     cache = ops.latent_cache(2, 64, 576, paths)
