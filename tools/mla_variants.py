@@ -31,15 +31,15 @@ def variants(case: str, dims: Dims) -> list[Config]:
     base = served(default_config(dims), dims)
     base = replace(base, float_parts=False)
     late = [trying(base, {"EARLY_KEYS": 0})]
-    others = {
-        "8x1x9x4096": lambda: [trying(base, {"MERGERS": 2})],
-        "8x10x1x4096": lambda: [
+    others: dict[str, list[Config]] = {
+        "8x1x9x4096": [trying(base, {"MERGERS": 2})],
+        "8x10x1x4096": [
             trying(base, slots=25),  # both blocks of an item's merge stand beside it
             trying(base, {"MERGERS": 1}),
             trying(base, {"MERGERS": 1}, slots=25),
             trying(base, {"MERGE_LATER": 0}),
         ],
-        "8x10x9x4096": lambda: [],
-        "64x10x33x65536": lambda: [trying(base, {"SOFTEN_FIRST": 0})],
+        "8x10x9x4096": [],
+        "64x10x33x65536": [trying(base, {"SOFTEN_FIRST": 0})],
     }
-    return [base, *others.get(case, lambda: late)()]
+    return [base, *others.get(case, late)]
