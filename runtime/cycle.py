@@ -116,6 +116,8 @@ class Cycle:
     def _rehearse(self, shares: list[Share], plan: StepPlan, grove: Grove) -> None:
         """What the host does before the next launch, on what it has: no draw has come yet, so everything is judged to be token 0."""
         judge(grove, np.zeros(len(plan.out_rows), np.int32), np.ones(len(plan.out_rows), np.bool_))
+        if self._planner.bent:  # masks take a millisecond, and their state is not to be asked twice
+            return
         self._planner.plan(shares, plan.moves)
         if grove.bare and len(grove) == plan.m:
             self._planner.foresee(shares)
@@ -213,7 +215,7 @@ class Cycle:
         """Whether the next step is planned alike before and after `_put_away`: no pages come back, are looked up or run short."""
         scheduler = self._scheduler
         enough = self._pool.available >= len(scheduler.running)
-        return not (self._speculator.nodes or scheduler.waiting or self._planner.adjusts) and enough
+        return not (self._speculator.nodes or scheduler.waiting or self._planner.bent) and enough
 
     def _put_away(self) -> None:
         """What the last step leaves that no draft waits for: outcomes, full pages to the cache, those of rejected nodes to the pool."""

@@ -98,9 +98,9 @@ class Planner:
         self._ahead: _Spots | None = None  # of the next step, perhaps
 
     @property
-    def adjusts(self) -> bool:
-        """Whether some sequence of the last batch may have adjustments, which its history decides."""
-        return bool(self._adjusted)
+    def bent(self) -> bool:
+        """Whether some sequence of the last batch has a constraint, or adjustments, which its history decides."""
+        return bool(self._adjusted or self._held)
 
     def plan(self, shares: SequenceOf[Share], moves: I32) -> tuple[StepPlan, Grove]:
         """Lays the shares' rows one after another: m rows, B = len(shares) sequences. Their trees, in order, too.
