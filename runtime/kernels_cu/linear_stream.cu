@@ -13,10 +13,11 @@
 // were started before them: the grid need not fit. A grid that divides the tiles cuts none.
 //
 // From launch to launch: weights depend on no predecessor, so a block fills its ring and brings `ahead` boxes more to L2 before it waits
-// (programmatic dependent launch). A block lets its successor start when it has `early` boxes still to ask for. What that then
-// fetches must last while this one's last boxes arrive, are summed and stored, while its writes settle and while x comes: some 5 us
-// (docs/linear.md); a ring of half an SM lasts 3.2 us, hence `ahead`. x, `out` and `sums` are touched after the wait only, and a grid
-// that has waited saw its predecessor end with all cells empty: one array of cells serves all launches of a stream.
+// (programmatic dependent launch); `ahead` < 0: so many of the ring it leaves until after the wait, behind the first of x. A block lets
+// its successor start when it has `early` boxes still to ask for. What that then fetches must last while this one's last boxes arrive,
+// are summed and stored, while its writes settle and while x comes: some 5 us (docs/linear.md); a ring of half an SM lasts 3.2 us.
+// x, `out` and `sums` are touched after the wait only, and a grid that has waited saw its predecessor end with all cells empty: one array
+// of cells serves all launches of a stream.
 //
 // Inequality at N = K = 7168: 102.8 MB of weights, 22.7 us at 4.52 TB/s. A slot of 128 rows has 16 KB of weights and 2 KB of x at 16
 // columns: one byte in nine comes from L2 a second time. In flight must be 4.52 TB/s * 1 us / 132 = 34 KB an SM.
@@ -34,11 +35,13 @@ static_assert(SLOTS >= 2 && SLOTS <= 32, "a lane asks for a slot's boxes");
 constexpr int kRows = 64 * GROUPS * TALL, kWeights = kRows * 128, kSlot = kWeights + OCTETS * 1024, kMultiply = 128 * GROUPS, kThreads = kMultiply + 32;
 constexpr int kFull = SLOTS * kSlot, kEmpty = kFull + 8 * SLOTS;
 constexpr int kUnits = TALL * OCTETS;                     // fours of a thread's sum
-constexpr int kBlocks = kUnits > 4 || (kThreads > 300 && kUnits > 2) ? 1 : 2;  // an SM's, for the registers that they have
+constexpr bool kAlone = SLOTS * (kSlot + 16) + 16 > 113 * 1024;  // by its ring
+constexpr int kBlocks = kAlone || kUnits > 4 || (kThreads > 300 && kUnits > 2) ? 1 : 2;  // an SM's, for the registers that they have
 constexpr int kRegisters = 512 / ((kBlocks * kThreads / 32 + 3) / 4) / 8 * 8;  // a thread's; 512 a lane in each quarter of an SM
 constexpr int kHeld = kUnits % 4 || (kUnits > 4 && kRegisters < 100) ? kUnits % 3 ? kUnits % 2 ? 1 : 2 : 3 : 4;  // added up at a time
 constexpr int kSpare = (kRegisters - 4 * kUnits - (kUnits > 8 ? 96 : 56)) / (4 * kHeld);
-constexpr int kAtOnce = kSpare < 1 ? 1 : kSpare * kHeld > 16 ? 16 / kHeld : kSpare;  // neighbours' sums under way at a time
+constexpr int kMost = kHeld > 2 ? 24 / kHeld : 16 / kHeld;  // the square's tiles of 256 rows have five neighbours
+constexpr int kAtOnce = kSpare < 1 ? 1 : kSpare > kMost ? kMost : kSpare;  // neighbours' sums under way at a time
 constexpr int kSum = kMultiply * kUnits * 4;              // numbers of a cut tile's sum
 
 // Not __restrict__: what a predecessor writes is no constant of this kernel, and such loads could move above pdl_wait.
@@ -49,7 +52,7 @@ struct Params {
   long long out_row, out_head;                            // in numbers
   int x_head, N, M, tiles, steps;                         // tiles: of a head; steps: boxes along K
   int each, more;                                         // boxes of a block; so many blocks have one more
-  int early, ahead;                                       // boxes: yet to ask for when the successor may start; brought to L2 beyond the ring
+  int early, ahead;                                       // boxes: yet to ask for when the successor may start; SLOTS + ahead before the wait
 };
 
 struct Share {                                            // boxes [from, to) of a block
@@ -71,39 +74,38 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& weig
   const int count = share.to - share.from;
   const smem_t full = base + kFull + 8 * lane, slot = base + lane * kSlot;
   const uint64_t once = policy_evict_first(), again = policy_evict_normal();
-  struct Place { int column, row; };
+  struct Place { int column, row, x; };
   auto place_of = [&](int n) {
     const int box = share.to - 1 - n, tile = box / p.steps, head = tile / p.tiles;
-    return Place{(box - tile * p.steps) * 64, head * p.N + (tile - head * p.tiles) * kRows};
+    const int column = (box - tile * p.steps) * 64;
+    return Place{column, head * p.N + (tile - head * p.tiles) * kRows, head * p.x_head + column};
   };
-  auto ask_weights = [&](int n) {
-    const Place at = place_of(n);
+  auto ask_weights = [&](int n, const Place& at) {
     bar_expect(full, kSlot);
     tensor_copy(slot, weights, full, at.column, at.row, once);
     if (n + 1 + p.early >= count) pdl_trigger();          // the first of a block counts
   };
-  auto ask_rows = [&](int n) {
-    const int box = share.to - 1 - n, tile = box / p.steps;
-    tensor_copy(slot + kWeights, rows, full, tile / p.tiles * p.x_head + (box - tile * p.steps) * 64, 0, again);
-  };
-  const int end = lane < SLOTS ? count : 0;
+  auto ask_rows = [&](const Place& at) { tensor_copy(slot + kWeights, rows, full, at.x, 0, again); };
+  const int end = lane < SLOTS ? count : 0, before = SLOTS + p.ahead, under_way = before < SLOTS ? before : SLOTS;
   int box = lane;
-  if (box < end) ask_weights(box);
-  for (int n = SLOTS + lane; n < SLOTS + p.ahead && n < count; n += 32) {
+  const bool asked = box < end && box < under_way;
+  Place next = place_of(box);
+  if (asked) ask_weights(box, next);
+  for (int n = SLOTS + lane; n < before && n < count; n += 32) {
     const Place at = place_of(n);
     tensor_prefetch(weights, at.column, at.row, again);   // not the first to leave: the copy that reads it makes it so
   }
   pdl_wait();
-  if (box < end) ask_rows(box);
-  uint32_t phase = 0;
-  for (int first = SLOTS; first < count; first += SLOTS, phase ^= 1) {
-    box += SLOTS;
-    bool due = box < end;
+  if (asked) ask_rows(next);
+  uint32_t phase = 1;                                     // a slot that was never filled is free
+  for (int first = 0; first < count; first += SLOTS, box += SLOTS, phase ^= 1) {
+    bool due = box >= under_way && box < end;
+    next = place_of(box);                                 // before its slot is free: two divisions
     while (__any_sync(0xffffffffu, due)) {
       if (!due || !bar_test(base + kEmpty + 8 * lane, phase)) continue;
       due = false;
-      ask_weights(box);
-      ask_rows(box);
+      ask_weights(box, next);
+      ask_rows(next);
     }
   }
 }
@@ -180,20 +182,20 @@ struct Product {
     for (int u0 = 0; u0 < kUnits; u0 += kHeld)
 #pragma unroll 1
       for (int block = blockIdx.x - 1; block >= first; block -= kAtOnce) {
-        uint4 v[kAtOnce][kHeld];
-        bool all = false;
-        for (int tries = 0; !all; ++tries) {
-          all = true;
+        uint4 v[kAtOnce][kHeld];                          // ones where there is no block: full
+#pragma unroll
+        for (int i = 0; i < kAtOnce * kHeld; ++i) v[i / kHeld][i % kHeld] = uint4{~0u, ~0u, ~0u, ~0u};
+        uint32_t least = 0;                               // of all their numbers
+        for (int tries = 0; !least; ++tries) {
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
             for (int u = 0; u < kHeld; ++u)
               if (block - i >= first) v[i][u] = load_cell(cells_of(block - i) + (u0 + u) * 4 * kMultiply);
+          least = ~0u;
 #pragma unroll
-          for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-            for (int u = 0; u < kHeld; ++u) all = all && (block - i < first || is_full(v[i][u]));
-          if (!all) try_again(tries);
+          for (int i = 0; i < kAtOnce * kHeld; ++i) least = least_of(least, v[i / kHeld][i % kHeld]);
+          if (!least) try_again(tries);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {

@@ -48,7 +48,7 @@ class Config:
     """columns: rows of x that fit. groups: warpgroups that multiply. tall: times 64 weight rows of each. slots: boxes of the ring.
     blocks: of the grid; all SMs stream where it is a multiple of their number, two blocks of one launch share an SM at most.
     early: boxes that a block has yet to ask for when it lets the next launch start; AT_ONCE: all. ahead: boxes that it brings to L2,
-    beside its ring, before it waits for the launch before."""
+    beside its ring, before it waits for the launch before; negative: so many of its ring it asks for after that, behind the first x."""
 
     columns: int = 16
     groups: int = 2
@@ -74,7 +74,7 @@ class Config:
     def resident(self) -> int:
         """Blocks that an SM has registers for: kBlocks of linear_stream.cu."""
         units = self.tall * self.columns // 8
-        return 1 if units > 4 or (self.threads > 300 and units > 2) else 2
+        return 1 if self.smem_bytes() > SM_SMEM_BYTES // 2 - 1024 or units > 4 or (self.threads > 300 and units > 2) else 2
 
     @property
     def slot_bytes(self) -> int:
@@ -118,8 +118,8 @@ class Config:
             raise ValueError(f"{self}: 2..32 slots; {self.smem_bytes()} bytes of shared memory, {MAX_SMEM_BYTES} fit")
         if self.blocks < 1:
             raise ValueError(f"{self}: no block")
-        if not (0 <= self.early <= AT_ONCE and 0 <= self.ahead <= AT_ONCE):
-            raise ValueError(f"{self}: early and ahead must be 0..{AT_ONCE} boxes")
+        if not (0 <= self.early <= AT_ONCE and -self.slots < self.ahead <= AT_ONCE):
+            raise ValueError(f"{self}: early must be 0..{AT_ONCE} boxes, ahead {1 - self.slots}..{AT_ONCE}")
 
     def fits(self, dims: Dims, arch: str = ARCH) -> bool:
         try:
@@ -159,10 +159,10 @@ def candidates(dims: Dims, arch: str = ARCH, sms: int = SMS) -> list[Config]:
 
 
 def hand_overs(config: Config) -> list[Config]:
-    """The same configuration, handing over otherwise: the next launch's start at the last box, a ring before or at once; nothing ahead,
-    or 128 or 256 KB a block. Bits and builds are the same."""
-    ahead = (0, 16, 32)
-    return [replace(config, early=e, ahead=a // (config.groups * config.tall)) for e in (0, config.slots, AT_ONCE) for a in ahead]
+    """The same configuration, handing over otherwise: the next launch's start at the last box, one or three rings before or at once;
+    half a ring before the wait, a ring, or 128 or 256 KB a block beside it. Bits and builds are the same."""
+    ahead = (-(config.slots // 2), 0, *(kb // (8 * config.groups * config.tall) for kb in (128, 256)))
+    return [replace(config, early=e, ahead=a) for e in (0, config.slots, 3 * config.slots, AT_ONCE) for a in ahead]
 
 
 def even_grids(dims: Dims, config: Config, most: int) -> list[int]:

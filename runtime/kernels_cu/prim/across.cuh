@@ -12,7 +12,11 @@ __device__ __forceinline__ uint32_t never_zero(float v) {
   const uint32_t bits = __float_as_uint(v);
   return bits ? bits : 0x80000000u;
 }
-__device__ __forceinline__ bool is_full(const uint4& v) { return v.x && v.y && v.z && v.w; }
+// The least of those numbers and `least`: 0 if a cell is not full. No predicate a cell: ptxas had loads wait for those of other loads.
+__device__ __forceinline__ uint32_t least_of(uint32_t least, const uint4& v) {
+  const uint32_t xy = v.x < v.y ? v.x : v.y, zw = v.z < v.w ? v.z : v.w, all = xy < zw ? xy : zw;
+  return all < least ? all : least;
+}
 
 #ifndef KCPU
 // 16 bytes at L2, seen by all blocks in the order of each word's own stores. PTX ISA, "ld", "st": relaxed.

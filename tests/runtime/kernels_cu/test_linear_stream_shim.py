@@ -49,6 +49,7 @@ SHAPES = [
     (Config(64, 2, 1, 2, 3), 64, 256, 320),
     (Config(16, 1, 1, 2, 16, early=3, ahead=2), 16, 128, 1024),  # eight blocks a tile
     (Config(8, 1, 1, 2, 3, early=AT_ONCE, ahead=40), 3, 192, 1024),  # more ahead than there is
+    (Config(8, 1, 1, 3, 3, ahead=-2), 3, 192, 1024),  # most of the ring after the wait
 ]
 
 
@@ -72,7 +73,7 @@ def test_values_of_heads(shim, rng):
 
 
 FAULTS = {
-    "x of another box": ("tile / p.tiles * p.x_head + (box - tile * p.steps) * 64", "0"),
+    "x of another box": ("head * p.x_head + column}", "0}"),
     "the second 64 rows lost": ("a + 512 * t + 2 * k", "a + 2 * k"),
     "the second group's rows lost": ("+ group * TALL * 8192", ""),
     "a neighbour's sum lost": ("product.take(block_of(p, begin))", "product.take(block_of(p, begin) + 1)"),
