@@ -1,7 +1,7 @@
 """Products with few rows on sm_90a, as fast as memory is read: the call of linear_stream.cu, and what to build it as.
 
 It serves what `linear_skinny` does, to 64 rows. A row's bits depend on N, K and the configuration, its columns excepted, not on M.
-How a launch follows another, in ns, and what bounds it: docs/linear.md. GPU-unverified: `early`, `ahead`, meeting by cells.
+How a launch follows another and what bounds it: docs/linear.md. GPU-unverified: `ahead` < 0, and what the kernel changed since dbf9f30.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ SMS = 132  # of an H100 or H200
 MAX_SMEM_BYTES, SM_SMEM_BYTES = 232_448, 233_472
 # From the fit of docs/linear.md to the 48 readings of commit bf5e8af: a stream's share of `read_bps`; what a byte of x, from L2, costs;
 # from the last box to the next launch's first, where that waits for room, and for each 16 columns; a cut tile's meeting was 2.0 us and
-# four trips to L2, of which one is left. Estimates: an SM's own rate; bytes under way to it for the whole rate.
+# four trips to L2, of which one is left. An SM's own rate: 112 of them took 0.7 us more than 132 for the square (dbf9f30, M = 1). An
+# estimate: bytes under way to it for the whole rate.
 _RATE, _X_COST, _GAP_US, _COLUMNS_US, _TRIP_US = 0.931, 0.31, 1.3, 0.55, 0.5
-_SM_BPS, _FLIGHT_BYTES = 55e9, 36_000
+_SM_BPS, _FLIGHT_BYTES = 39e9, 36_000
 Describe = Callable[[int, int, int, int, int], Any]  # as tensor_map
 
 
@@ -146,14 +147,15 @@ def workspace_bytes(dims: Dims, config: Config) -> dict[str, int]:
 
 def candidates(dims: Dims, arch: str = ARCH, sms: int = SMS) -> list[Config]:
     """Legal configurations: boxes of 8 to 32 KB in rings of half or all of an SM's shared memory, one or two blocks an SM; all SMs with
-    tiles cut where it falls, or as many as make whole tiles or equal parts of one. All bring 128 KB a block to L2 ahead."""
+    tiles cut where it falls, or as many as make whole tiles or equal parts of one. The next launch may start at once, nothing is brought
+    ahead: within 0.7 % of the best for all twelve products at 16 rows (dbf9f30)."""
     columns, found = columns_for(dims.M), []
     for groups, tall in ((1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (4, 1)):
-        for share, times in ((2, 1), (1, 1), (2, 2)):
+        for share, times in ((1, 1), (2, 1), (2, 2)):
             slot = Config(columns, groups, tall).slot_bytes + 16
             slots = min(32, (min(MAX_SMEM_BYTES, SM_SMEM_BYTES // share - 1024) - 16) // slot)
             if slots >= 3:
-                some = Config(columns, groups, tall, slots, times * sms, ahead=16 // (groups * tall) // times)
+                some = Config(columns, groups, tall, slots, times * sms, AT_ONCE)
                 found += [some, *(replace(some, blocks=n) for n in even_grids(dims, some, times * sms))]
     return [config for config in dict.fromkeys(found) if config.fits(dims, arch)]
 
@@ -183,7 +185,8 @@ def work(dims: Dims, config: Config) -> Cost:
 
 def predict_us(dims: Dims, config: Config, hw: Hardware, sms: int = SMS, arch: str = ARCH) -> float:
     """A launch among its like: all bytes at the memory's rate, or the busiest SM's at its own, or as few as are under way allow; then
-    what memory rests. Sums of cut tiles take a trip, and another for every eight neighbours. GPU-unverified: `early`, `ahead` and cuts."""
+    what memory rests; room for the next launch's ring has gained nothing. Sums of cut tiles take a trip, and another for every eight
+    neighbours (estimates)."""
     config.check(dims, arch)
     boxes, grid, steps = config.boxes(dims), config.grid(dims), dims.K // STEP
     box_bytes = 128 * (config.rows + _X_COST * config.columns)
@@ -193,9 +196,6 @@ def predict_us(dims: Dims, config: Config, hw: Hardware, sms: int = SMS, arch: s
     rest = _GAP_US + _COLUMNS_US * config.columns / 16
     if cut:
         rest += _TRIP_US * (1 + blocks(steps * grid, boxes) / 8)
-    if config.overlaps(dims, sms):  # the next launch's ring and what it brings to L2 arrive meanwhile
-        ready = min(config.slots + config.ahead, blocks(boxes, grid)) * grid * box_bytes
-        rest = max(0.2, rest + _TRIP_US - ready / (hw.read_bps * _RATE) * 1e6)
     return max(boxes * box_bytes / (hw.read_bps * _RATE) / flight, busiest / _SM_BPS) * 1e6 + rest
 
 
