@@ -162,8 +162,8 @@ def candidates(dims: Dims, arch: str = ARCH, sms: int = SMS) -> list[Config]:
 
 def hand_overs(config: Config) -> list[Config]:
     """The same configuration, handing over otherwise: the next launch's start at the last box, one or three rings before or at once;
-    half a ring before the wait, a ring, or 128 or 256 KB a block beside it. Bits and builds are the same."""
-    ahead = (-(config.slots // 2), 0, *(kb // (8 * config.groups * config.tall) for kb in (128, 256)))
+    half a ring before the wait, a ring, or 128 KB a block beside it. Bits and builds are the same."""
+    ahead = (-(config.slots // 2), 0, 16 // (config.groups * config.tall))
     return [replace(config, early=e, ahead=a) for e in (0, config.slots, 3 * config.slots, AT_ONCE) for a in ahead]
 
 
