@@ -29,6 +29,8 @@ CONFIGS = [
     Config(16, 2, 1, 6, 112, early=6, ahead=8),
     Config(16, 1, 1, 11, 264, early=AT_ONCE, ahead=32),
     Config(16, 4, 1, 6, 132, ahead=4),
+    Config(16, 2, 2, 6, 132, early=18, ahead=-3),
+    Config(16, 2, 1, 12, 132, early=AT_ONCE, ahead=-6),
 ]
 
 
