@@ -184,8 +184,8 @@ def served(config: Config, dims: Dims, early: bool = True) -> Config:
     made = replace(config, **SERVED[rows if config.rows else "narrow" if config.octets <= NARROW_OCTETS else "wide"])
     without = [name for name, off in (("EARLY_KEYS", not early), ("MERGE_LATER", bool(config.chunk))) if off]
     made = replace(made, trials=tuple(pair for pair in made.trials if pair[0] not in without))
-    if dict(made.trials).get("MERGE_LATER"):  # room for the merge of the layer before
-        spare = MAX_SMEM_BYTES["sm_90a"] - MERGE_BYTES - replace(made, slots=0).smem_bytes()
+    if dict(made.trials).get("MERGE_LATER"):  # room for the merge: where registers allow it, for both blocks that an item has
+        spare = MAX_SMEM_BYTES["sm_90a"] - MERGE_BYTES * (2 if made.octets == 1 else 1) - replace(made, slots=0).smem_bytes()
         made = replace(made, slots=min(made.slots, spare // BOX_BYTES))
     return made
 

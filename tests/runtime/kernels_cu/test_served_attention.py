@@ -26,7 +26,7 @@ def maps(monkeypatch):
 
 def test_each_kind_has_its_own_fields():
     few, many = Dims(90, 10, 8, 4096), Dims(330, 10, 64, 65536)
-    assert served(NARROW, few) == replace(NARROW, slots=26, trials=ENDS)
+    assert served(NARROW, few) == replace(NARROW, slots=25, trials=ENDS)
     assert served(NARROW, few, early=False).trials == ENDS[1:]
     assert served(replace(NARROW, chunk=8), few) == replace(NARROW, chunk=8, trials=ENDS[:1])
     assert served(COLUMNS, few) == replace(COLUMNS, ahead=0, trials=ENDS[:1])
