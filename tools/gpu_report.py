@@ -85,21 +85,18 @@ def step_table() -> str:
 def ranks_table() -> str:
     """Sums over two ranks, alone and with the residual and norm after them, then steps of two ranks: the last record of each."""
     sums = {r["M"]: r for r in read("allreduce_h200x2.jsonl")}
-    steps = {(r["M"], r["cut_latent"]): r for r in read("step_h200x2.jsonl")}
+    steps = {r["M"]: r for r in read("step_h200x2.jsonl") if not r["cut_latent"]}
     lines = ["| M | sum µs | NCCL µs | sum, residual, norm µs | the same by two kernels µs |", "|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {m} | {r['ours_us']:.2f} | {r['nccl_us']:.2f} | {r['fused_us']:.2f} | {r['apart_us']:.2f} |" for m, r in sorted(sums.items())
     ]
-    lines += ["", "| M | step ms | floor ms | share | its sums µs | step ms with latents cut |", "|---:|---:|---:|---:|---:|---:|"]
-    for m in sorted(m for m, cut in steps if not cut):
-        r, cut = steps[m, False], steps.get((m, True))
-        floor_ms, other = r["floor_us"] / 1e3, "–" if cut is None else f"{cut['ms']:.3f}"
-        lines.append(f"| {m} | {r['ms']:.3f} | {floor_ms:.3f} | {floor_ms / r['ms']:.2f} | {_us(r['comm_us'])} | {other} |")
+    lines += ["", "| M | step ms | floor ms | share | its sums µs |", "|---:|---:|---:|---:|---:|"]
+    for m, r in sorted(steps.items()):
+        floor_ms = r["floor_us"] / 1e3
+        lines.append(f"| {m} | {r['ms']:.3f} | {floor_ms:.3f} | {floor_ms / r['ms']:.2f} | {_us(r['comm_us'])} |")
     last = next(reversed(sums.values()))
     stale = "" if last["src"] == digest("all_reduce.cu") else "all_reduce.cu has changed since and is not timed again yet. "
-    return "\n".join(
-        [*lines, "", f"{stale}{provenance(last)}  ", provenance(next(r for r in reversed(steps.values()) if not r["cut_latent"]))]
-    )
+    return "\n".join([*lines, "", f"{stale}{provenance(last)}  ", provenance(next(reversed(steps.values())))])
 
 
 def _us(us: float) -> str:
