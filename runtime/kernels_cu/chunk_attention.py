@@ -95,7 +95,7 @@ class Dims:
 class Config:
     """ping_pong: the two groups of a block take turns at the tensor cores; else they go on their own."""
 
-    ping_pong: bool = False
+    ping_pong: bool = True
 
     def defines(self) -> dict[str, int]:
         """What chunk_attention.cu is built with."""

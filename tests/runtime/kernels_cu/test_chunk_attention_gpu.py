@@ -16,7 +16,7 @@ from tools.mla_rig import as_float
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = OPS["chunk_attention"].tolerance
-PLAIN, TURNS = Config(), Config(ping_pong=True)
+PLAIN, TURNS = Config(ping_pong=False), Config()
 NAMES = ("q", "absorbed", "cache", "w_uk", "w_uv", "pages", "ctx", "row0", "seq", "pos")
 
 

@@ -107,7 +107,7 @@ def test_other_orders_have_the_same_bits(shim, name):
     """Threads the other way about, taking turns or not, any number of blocks that cuts nothing."""
     step = make_step(**CASES[name])
     want = Run(step, shim)
-    for options in ({"descending": True}, {"config": Config(ping_pong=True)}, {"blocks": 1}):
+    for options in ({"descending": True}, {"config": Config(ping_pong=False)}, {"blocks": 1}):
         got = Run(step, shim, **options)
         check_bitwise(got.out, want.out, str(options))
 
