@@ -41,7 +41,7 @@ class Loader:
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._device, self._slot_bytes = device, slot_bytes
-        threads = threads or min(15, os.cpu_count() or 1)  # 39.0 GB/s on a host of an H200, 38.0 with 16, 38.0 with 14 (tools/bench_load.py)
+        threads = threads or min(15, os.cpu_count() or 1)  # 39.0 GB/s on an H200's host; 16 and 14: 38.0 (tools/bench_load.py)
         self.readers = Readers(link, threads=threads, slots=slots, slot_bytes=slot_bytes, progress=progress)
         self._staging = 0
 
