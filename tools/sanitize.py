@@ -13,8 +13,9 @@ side by side, a process each. What has not run when the time is up is recorded a
 
 racecheck does not follow a __syncwarp before a single lane's arrival at an mbarrier and would report each: it gets builds in which
 all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu and chunk_*.cu have none: tensor copies fill their rings and wgmma alone
-reads them. CuPy's memory pool is off, so that memcheck sees where an array ends. The kernels that ranks meet in run in two
-processes of one GPU.
+reads them. It and synccheck get a few barriers said otherwise: `tools/sanitize_families.py` has them in EDITS, with the reasons, and
+shipped sources stay as they are. CuPy's memory pool is off, so that memcheck sees where an array ends. The kernels that ranks meet in
+run in two processes of one GPU.
 GPU-unverified.
 """
 
@@ -46,7 +47,7 @@ RECORDS = ROOT / "tools" / "results" / "sanitizer_h200.jsonl"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLANTED = "planted"
 PLAIN, LANES = "plain", "all lanes"  # columns without a tool: as built by default, and as racecheck gets it
-WITH_LANES = ("moe_w4", "tree_mla", "trials", "tree_paths", "model")  # families that have such builds
+WITH_LANES = ("moe_w4", "tree_mla", "trials", "tree_paths", "ranks", "model")  # families that have such builds
 START = """import sys, cupy, pytest
 from tools.sanitize_families import note_launches
 cupy.cuda.set_allocator(None)
@@ -86,7 +87,7 @@ class Found:
 
 
 def read_log(text: str) -> tuple[int, int, str] | None:
-    """(errors, hazards, first message) of compute-sanitizer's log; None where it has no summary, so the tool did not end."""
+    """(errors, hazards, first messages) of compute-sanitizer's log; None where it has no summary, so the tool did not end."""
     races = re.findall(r"RACECHECK SUMMARY: (\d+) hazards?", text)
     errors = re.findall(r"ERROR SUMMARY: (\d+) errors?", text)
     if not races and not errors:
@@ -95,7 +96,7 @@ def read_log(text: str) -> tuple[int, int, str] | None:
     said = [
         line for line in lines if line and not re.match(r"COMPUTE-SANITIZER|(RACECHECK|ERROR|LEAK) SUMMARY|Host Frame|Saved host", line)
     ]
-    return sum(map(int, errors)), sum(map(int, races)), " | ".join(said[:3])[:400]
+    return sum(map(int, errors)), sum(map(int, races)), " | ".join(list(dict.fromkeys(said))[:12])[:1600]
 
 
 def read_counts(text: str) -> tuple[int, int]:
@@ -119,6 +120,8 @@ def run_one(sanitizer: str, tool: str, family: str, end: float) -> Found:
         return Found(tool, family, "not run")
     alone = tool in (PLAIN, LANES)
     environment = {**os.environ, **({"EVERY_LANE_ARRIVES": "1"} if tool in ("racecheck", LANES) else {})}
+    if tool != PLAIN and family != PLANTED:
+        environment["SANITIZED"] = "racecheck" if tool == LANES else tool
     with tempfile.TemporaryDirectory() as folder:
         log, notes, command = Path(folder) / "log", Path(folder) / "launched", command_of(family, tool)
         if alone:

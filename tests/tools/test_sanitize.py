@@ -12,7 +12,7 @@ import pytest
 
 from tools import sanitize
 from tools.sanitize import FAULTS, PLANTED, ROOT, TOOLS, Found, read_counts, read_log, verdict
-from tools.sanitize_families import BENCH_ALONE, FAMILIES, SOURCES, kernel_entries, not_launched
+from tools.sanitize_families import BENCH_ALONE, EDITS, FAMILIES, SOURCES, edited, kernel_entries, not_launched
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 BAD = (
@@ -145,6 +145,33 @@ def test_a_new_kernel_is_seen(tmp_path):
     added.write_text('extern "C" __global__ void __cluster_dims__(2) other(const int* a) {}\n')
     with pytest.raises(ValueError, match=r"new\.cuh: 1 kernels, of which 0 are read"):
         kernel_entries(tmp_path)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.file)
+def test_sources_are_edited_for_their_tools_alone(edit):
+    text = (SOURCES / edit.file).read_text()
+    for tool in TOOLS:
+        got = edited(edit.file, text, tool)
+        assert (edit.instead in got) == (got != text) == (tool in edit.tools)
+    assert got.count("named_barrier(3,") == (0 if "synccheck" in edit.tools else text.count("named_barrier(3,"))
+    assert edited("other.cu", text, edit.tools[0]) == text
+    with pytest.raises(ValueError, match="finds no"):
+        edited(edit.file, "", edit.tools[0])
+
+
+def test_the_edited_sources_are_built(monkeypatch):
+    """In the process that is told of a tool, build() reads what the tool gets."""
+    from runtime.kernels_cu import _build, linear_lt
+    from tools.sanitize_families import note_launches
+
+    monkeypatch.setattr(_build, "read_source", _build.read_source)
+    monkeypatch.setattr(linear_lt, "SUGGESTIONS", linear_lt.SUGGESTIONS)
+    monkeypatch.delenv("LAUNCHED", raising=False)
+    shipped, digest = _build.read_source("tree_mla.cu"), _build.digest("tree_mla.cu")
+    monkeypatch.setenv("SANITIZED", "synccheck")
+    note_launches()
+    assert _build.read_source("tree_mla.cu") == edited("tree_mla.cu", shipped, "synccheck") != shipped
+    assert _build.digest("tree_mla.cu") != digest and linear_lt.SUGGESTIONS == 1
 
 
 def test_a_finding_shows():
