@@ -66,9 +66,10 @@ class Edit:
 
 # Barrier 3 is met by warps of several roles, each at an instruction of its own. Its count is exact and no warp is split, so all come;
 # but bar.sync is barrier.sync.aligned, which synccheck takes for one instruction that all execute: it reported every warp that came to
-# the other. racecheck reported what that barrier orders (maxima and sums between groups, weights behind it). barrier.sync is the same
-# instruction of the machine, bit for bit, but listed in the cubin as one that threads may reach apart.
-# A sum of squares in all_reduce_one_norm is its own flag: -1 until it comes. racecheck knows no such word: there the cluster meets.
+# the other. racecheck reported sums that this barrier orders, and weights that barrier 4 orders after it. barrier.sync is the same
+# instruction of the machine, bit for bit, so it hides nothing, but the cubin lists it as one that threads may reach apart.
+# A sum of squares in all_reduce_one_norm is its own flag: -1 until it comes. racecheck knows no such word: there the cluster meets,
+# and rehearses nothing: a rehearsal reads words, and drops them, that another block may be writing already.
 EDITS = (
     Edit(
         "tree_mla.cu", "named_barrier(3, kHearers);",
@@ -79,6 +80,7 @@ EDITS = (
         "all_reduce.cu", "for (int group = lane; group < kGroups; group += 32)",
         "cluster_arrive();\n      cluster_wait();\n      for (int group = lane; group < kGroups; group += 32)", ("racecheck",),
     ),
+    Edit("all_reduce.cu", "kRehearsed = kRehearses &&", "kRehearsed = false &&", ("racecheck",)),
 )  # fmt: skip
 
 
