@@ -5,8 +5,10 @@
     python tools/bench_allreduce.py --ranks 4 --json tools/results/allreduce_h200x4.jsonl
 
 A record: ranks, M, bytes, ours_us (the fastest of one_shot and two_shot), nccl_us, fused_us (with residual and norm), apart_us (the sum
-by the fastest way, then add_rms_norm), and what each configuration took, one_shot's norm also with a block for each row. NVLink
-multicast stays off, for NCCL too.
+by the fastest way, then add_rms_norm), and what each configuration took. trials: one_shot with 1, 2, 4 and 7 blocks a row (norm_7),
+and without the rehearsal of its code (cold, norm_cold); none of them counts as ours or fused. Parts are zeros while they are timed: sums
+in place would pass all numbers within 128 calls, and what is infinite takes slower ways through roots and quotients. NVLink multicast
+stays off, for NCCL too.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tools.rank_rig import Chain, add_rank_options, join, run_ranks
 HIDDEN = 7168
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EPS = 1e-5
+PARTS = (1, 2, 4, 7)
 ROUNDS = 3  # of every measurement; the median counts
 
 
@@ -70,6 +73,14 @@ class Bench:
         self.weight = np.random.default_rng(7).standard_normal(HIDDEN, np.float32).astype(ml_dtypes.bfloat16)
         self.device.upload(self.w, self.weight.view(np.uint16))
         self.norm = all_reduce.Norm(self.x, self.w, self.out, EPS)
+        self.refused: set[int] = set()
+        for n in PARTS if self.configs[0].clusters else ():
+            try:  # a device need not know clusters of every size; ranks have the same devices
+                self.run_of(peers_cuda.ONE, 1, replace(self.configs[0], parts=n), True).run(self.device.stream)
+            except Exception as error:
+                self.refused.add(n)
+                print(f"rank {rank}: no clusters of {n}: {error}", flush=True)
+        self.device.synchronize()
 
     def run_of(self, way: str, rows: int, config: Any = None, norm: bool = False) -> Any:
         if way == self.peers.LARGE:
@@ -90,12 +101,13 @@ class Bench:
         self.put(rows, residual)
         Chain((self.run_of(self.ways(rows)[-1], rows), self._add_norm(rows))).run(self.device.stream)
         apart = self.get(self.out, rows)
-        for config in (*self.configs, *(replace(config, clusters=False) for config in self.configs if config.clusters)):
-            for way in self.ways(rows):
-                for norm in (False, True) if config.clusters == self.configs[0].clusters else (True,):
+        ways, trials = self.ways(rows), self.trials(rows)
+        for config, norms in [(config, (False, True)) for config in self.configs] + [(one, (n,)) for _, one, n in trials]:
+            for way in ways if config in self.configs else ways[:1]:
+                for norm in norms:
                     self.put(rows, residual)
                     self.run_of(way, rows, config, norm).run(self.device.stream)
-                    how = f"{', normed' if norm else ''}{', clusters' if config.clusters else ''}"
+                    how = f"{', normed' if norm else ''}, {config.parts or 'the usual'} blocks a row, {config.rehearsals} rehearsals"
                     name = f"rank {self.rank}: {way} of {rows} rows, {config.threads} x {config.vecs}{how}"
                     if not norm:
                         self.equal(name, self.get(self.part, rows), want)
@@ -110,6 +122,17 @@ class Bench:
         off = np.abs(self.get(self.part, rows).astype(np.float32) - want.astype(np.float32)).max()
         if not off <= 0.125:  # rounded at every hop
             raise SystemExit(f"bench_allreduce: rank {self.rank}: nccl of {rows} rows: off by {off:.4f}")
+
+    def trials(self, rows: int) -> list[tuple[str, Any, bool]]:
+        """one_shot as it is not used: the name, the configuration, whether normed."""
+        first = self.configs[0]
+        if rows > first.blocks:
+            return []
+        found = [(f"{'norm_' * norm}cold", replace(first, rehearsals=0), norm) for norm in (False, True)]
+        if first.clusters:
+            shared = [n for n in PARTS if rows * n <= first.blocks and HIDDEN // 8 % (32 * n) == 0 and n not in self.refused]
+            found += [(f"norm_{n}", replace(first, parts=n), True) for n in shared]
+        return found
 
     def put(self, rows: int, residual: np.ndarray) -> None:
         self.device.upload(self.part, part_of(self.rank, rows).view(np.uint16))
@@ -132,14 +155,13 @@ class Bench:
         return sorted(self.peers._slowest(self.host, self.peers.time_us(self.device.stream, chain)) for _ in range(ROUNDS))[ROUNDS // 2]
 
     def measure(self, rows: int) -> dict[str, Any]:
+        self.device.upload(self.part, np.zeros((rows, HIDDEN), np.uint16))
         by_config: dict[str, dict[str, float]] = {}
         for config in self.configs:
             name = f"{config.threads}x{config.vecs}"
             by_config[name] = {way: round(self.us(self.run_of(way, rows, config)), 2) for way in self.ways(rows)}
             by_config[name] |= {f"{way}_norm": round(self.us(self.run_of(way, rows, config, True)), 2) for way in self.ways(rows)}
-            if config.clusters and self.peers.ONE in self.ways(rows):
-                alone = self.run_of(self.peers.ONE, rows, replace(config, clusters=False), True)
-                by_config[name]["one_shot_norm_one_block"] = round(self.us(alone), 2)
+        trials = {name: round(self.us(self.run_of(self.peers.ONE, rows, one, norm)), 2) for name, one, norm in self.trials(rows)}
         nccl = self.us(self.run_of(self.peers.LARGE, rows))
         plain = {(name, way): found[way] for name, found in by_config.items() for way in self.ways(rows)}
         best = min(plain, key=lambda key: plain[key])
@@ -150,7 +172,7 @@ class Bench:
         return {
             "ranks": self.world, "M": rows, "bytes": 2 * rows * HIDDEN,
             "ours_us": plain[best], "nccl_us": round(nccl, 2), "fused_us": fused, "apart_us": apart,
-            "way": best[1], "config": best[0], "configs": by_config,
+            "way": best[1], "config": best[0], "configs": by_config, "trials": trials,
         }  # fmt: skip
 
     def _add_norm(self, rows: int) -> Any:

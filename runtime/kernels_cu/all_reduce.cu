@@ -25,14 +25,18 @@
 // partition. So its bits are the same for all configurations and ways, and those of dense.cu with a vector a thread.
 //
 // What a norm adds to a sum of one row, cycles, estimated: residual added and packed 60, squares 32, butterfly 135, to the other
-// blocks 210, seen there 40, 28 numbers added 150, root and quotient 90, scaled and packed 40: 760, 0.4 us at 1.9 GHz. Of many
-// rows it adds their bytes: x read, x and out written for the sum, 28 KiB a row: 0.8 us at 128 rows, 6.5 at 1,024, at 4.54 TB/s.
+// blocks 210, seen there 40, 28 numbers added 150, root and quotient 90, scaled and packed 40: 760, 0.4 us at 1.9 GHz. Measured at
+// 59ea8d6: 1.3 us for one row of four blocks, and more for each further vector of a thread (+0.7 and +2.4 us at 448x2 and 224x4 of
+// 4 rows): some 10 cycles an instruction that follows the last packet, as where instructions have to be
+// fetched. So between two ranks one_shot runs through its code once, storing nothing, while the kernel before it runs. Of many
+// rows a norm adds their bytes: x read, x and out written for the sum, 28 KiB a row: 0.8 us at 128 rows, 6.5 at 1,024, at 4.54 TB/s.
 //
 // Dead rows (seq[m] = -1; seq may be null) are skipped by all ranks alike.
 #include "prim/bf16.cuh"
 #include "prim/cluster.cuh"
 #include "prim/peer.cuh"
 #include "prim/pipeline.cuh"
+#include "prim/rehearse.cuh"
 
 using namespace prim;
 
@@ -46,6 +50,7 @@ constexpr int kRegisters = 65536 / ((THREADS + 127) / 128 * 128);  // of a threa
 constexpr int kPolled = (kRegisters - 24) / 8 / (WORLD - 1);       // packets a sender that can be in flight and kept beside them
 constexpr int kAtOnce = kPolled >= 2 * VECS ? VECS : 1;   // vectors polled together: each further poll is an L2 latency
 constexpr int kHalves = kPolled >= 2 ? 1 : 2;             // of their packets
+constexpr bool kRehearsed = kRehearses && WORLD == 2;    // more ranks leave no registers for addresses that both runs keep
 constexpr size_t kPlace = 2 * 32 * kGroups;               // packets of a unit
 
 // A rank's region, the same on all of them; other ranks write into it.
@@ -75,7 +80,7 @@ struct Rows {
   const uint4* w;                                         // [H]
   const int* seq;                                         // [M] or null
   uint4* out;                                             // [M, H] NORM: norm(x) w
-  int rows, parts;
+  int rows, parts, rehearsals;                            // rehearsals: how often one_shot is run through before its data are there
   float eps;
 };
 
@@ -98,6 +103,8 @@ __device__ __forceinline__ void add8(float (&sum)[kEight], const uint4& v) {
 // Where the first of a vector's two packets lies among those of its unit; the second is 32 further.
 __device__ __forceinline__ int packet_of(int vector) { return vector / 32 * 64 + vector % 32; }
 
+constexpr float kAbsent = -1.f;                           // no sum of squares
+
 // What the norm of a row needs beside the sum, read before the sum is there.
 struct Residual {
   uint4 x[VECS], w[VECS];
@@ -113,10 +120,9 @@ __device__ __forceinline__ void read_w(Residual& have, const Rows& r, int first,
     if (const int i = threadIdx.x + k * blockDim.x; i < count) have.w[k] = r.w[first + i];
 }
 
-// A summed row or piece of one, held by the block (vector threadIdx.x + k blockDim.x in sum[k]), is added to x and stored; `value` is
-// what was stored, and squares[k] the warp's sum of its squares.
-__device__ __forceinline__ void add_row(const Rows& r, size_t at, int count, const uint4 (&sum)[VECS], const Residual& have, float (&value)[VECS][kEight],
-                                        float (&squares)[VECS]) {
+// A summed row or piece of one, held by the block (vector threadIdx.x + k blockDim.x in sum[k]), is added to x, which becomes have.x;
+// `value` is that as numbers, and squares[k] the warp's sum of its squares.
+__device__ __forceinline__ void add_row(int count, const uint4 (&sum)[VECS], Residual& have, float (&value)[VECS][kEight], float (&squares)[VECS]) {
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
@@ -124,9 +130,8 @@ __device__ __forceinline__ void add_row(const Rows& r, size_t at, int count, con
     if (i >= count) continue;
     unpack8(have.x[k], value[k]);
     add8(value[k], sum[k]);
-    const uint4 stored = pack8(value[k]);
-    r.x[at + i] = stored;
-    unpack8(stored, value[k]);
+    have.x[k] = pack8(value[k]);
+    unpack8(have.x[k], value[k]);
     squares[k] = sum_of_squares(value[k]);
   }
 #pragma unroll
@@ -141,16 +146,23 @@ __device__ __forceinline__ void each_group(int count, Body body) {
     if (const int first = threadIdx.x / 32 * 32 + k * blockDim.x; first < count) body(k, first / 32);
 }
 
+__device__ __forceinline__ void write_x(const Residual& have, const Rows& r, size_t at, int count, bool real) {
+#pragma unroll
+  for (int k = 0; k < VECS; ++k)
+    if (const int i = threadIdx.x + k * blockDim.x; i < count) store_if(real, r.x + at + i, have.x[k]);
+}
+
 // The rest of the norm, once `part` holds the sums of all groups of the row.
-__device__ __forceinline__ void scale_row(const float* part, const Rows& r, size_t at, int count, const float (&value)[VECS][kEight], const Residual& have) {
-  float squares = 0.f;
+__device__ __forceinline__ void scale_row(const float* part, const Rows& r, size_t at, int count, const float (&value)[VECS][kEight], const Residual& have,
+                                          bool real) {
+  float squares = real ? 0.f : 1.f - kGroups * kAbsent;   // a rehearsal takes no way of negative numbers
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) squares += part[g];
   const float scale = 1.f / sqrtf(squares / (float)(kEight * ROW_VECTORS) + r.eps);
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
-    if (i < count) r.out[at + i] = scaled8(value[k], scale, have.w[k]);
+    if (i < count) store_if(real, r.out + at + i, scaled8(value[k], scale, have.w[k]));
   }
 }
 
@@ -204,68 +216,71 @@ __device__ __forceinline__ void collect(const Group& g, const uint4* from, uint4
   }
 }
 
-constexpr float kAbsent = -1.f;                           // no sum of squares
-
 template <bool NORM>
 __device__ __forceinline__ void one_shot(float* part, const Group& g, const Rows& r) {
   const int unit = blockIdx.x, row = unit / r.parts, piece = unit % r.parts, count = ROW_VECTORS / r.parts, lane = threadIdx.x % 32;
   const size_t at = (size_t)row * ROW_VECTORS + piece * count;
-  Residual have;
+  Residual have = {};
   pdl_trigger();
   if (NORM) {
     for (int i = threadIdx.x; i < kGroups; i += blockDim.x) part[i] = kAbsent;
     cluster_arrive();
     read_w(have, r, piece * count, count);                // a constant: no kernel before writes it
-  }
-  pdl_wait();
-  const uint32_t epoch = g.state->one[unit] + 1;
-  const bool wait = g.state->failed == 0, skip = dead(r.seq, row);
-  uint4 mine[VECS];
-#pragma unroll
-  for (int k = 0; k < VECS; ++k)                          // together with the words above: one latency, not two
-    if (const int i = threadIdx.x + k * blockDim.x; i < count) mine[k] = r.part[at + i];
-  if (skip) {
-    if (NORM) cluster_wait();
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < VECS; ++k) {
-    const int i = threadIdx.x + k * blockDim.x;
-    if (i >= count) continue;
-#pragma unroll
-    for (int turn = 1; turn < WORLD; ++turn) {            // ranks begin with different peers
-      const int peer = (g.rank + turn) % WORLD;
-      uint4* to = &g.of[peer]->packets[epoch & 1][g.rank][unit][packet_of(i)];
-      store_words(to, word(mine[k].x, epoch), word(mine[k].y, epoch));
-      store_words(to + 32, word(mine[k].z, epoch), word(mine[k].w, epoch));
-    }
-  }
-  if (NORM) {
-    read_x(have, r, at, count);
     cluster_wait();                                       // all blocks of the row run, and their `part` is cleared
   }
+  uint32_t epoch = 0;
+#pragma unroll 1
+  for (int before = kRehearsed ? r.rehearsals : 0; before >= 0; --before) {
+    const bool real = before == 0;
+    bool wait = false;
+    uint4 mine[VECS] = {};
+    if (real) {
+      pdl_wait();
+      epoch = *(const volatile uint32_t*)&g.state->one[unit] + 1;  // volatile: else it is read after seq, a second latency
+      wait = g.state->failed == 0;
+      const bool skip = dead(r.seq, row);
 #pragma unroll
-  for (int k = 0; k < VECS; k += kAtOnce) {
-    const int i = threadIdx.x + k * blockDim.x;
-    const int live = i < count ? (count - i + (int)blockDim.x - 1) / (int)blockDim.x : 0;
-    collect(g, &g.of[g.rank]->packets[epoch & 1][0][unit][packet_of(i)], mine + k, live, epoch, wait);
-  }
-  if (NORM) {
-    float value[VECS][kEight], squares[VECS];
-    add_row(r, at, count, mine, have, value, squares);
-    each_group(count, [&](int k, int group) {
-      if (lane < r.parts) store_shared(part + piece * count / 32 + group, lane, squares[k]);
-    });
-    for (int group = lane; group < kGroups; group += 32)
-      while (load_shared(part + group) == kAbsent) {}     // a block of this row: it comes, or has given up within `spins`
-    __syncwarp();
-    scale_row(part, r, at, count, value, have);
-  } else {
+      for (int k = 0; k < VECS; ++k)                      // together with the words above: one latency, not two
+        if (const int i = threadIdx.x + k * blockDim.x; i < count) mine[k] = r.part[at + i];
+      if (skip) return;
+    }
 #pragma unroll
-    for (int k = 0; k < VECS; ++k)
-      if (const int i = threadIdx.x + k * blockDim.x; i < count) r.part[at + i] = mine[k];
-    __syncthreads();                                      // everybody has read the epoch; a norm's sums of all warps say so too
+    for (int k = 0; k < VECS; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= count || !real) continue;
+#pragma unroll
+      for (int turn = 1; turn < WORLD; ++turn) {          // ranks begin with different peers
+        const int peer = (g.rank + turn) % WORLD;
+        uint4* to = &g.of[peer]->packets[epoch & 1][g.rank][unit][packet_of(i)];
+        store_words(to, word(mine[k].x, epoch), word(mine[k].y, epoch));
+        store_words(to + 32, word(mine[k].z, epoch), word(mine[k].w, epoch));
+      }
+    }
+    if (NORM && real) read_x(have, r, at, count);
+#pragma unroll
+    for (int k = 0; k < VECS; k += kAtOnce) {
+      const int i = threadIdx.x + k * blockDim.x;
+      const int live = i < count && real ? (count - i + (int)blockDim.x - 1) / (int)blockDim.x : 0;
+      collect(g, &g.of[g.rank]->packets[epoch & 1][0][unit][packet_of(i)], mine + k, live, epoch, wait);
+    }
+    if (NORM) {
+      float value[VECS][kEight], squares[VECS];
+      add_row(count, mine, have, value, squares);
+      each_group(count, [&](int k, int group) {
+        if (lane < r.parts && real) store_shared(part + piece * count / 32 + group, lane, squares[k]);
+      });
+      write_x(have, r, at, count, real);                  // while the other blocks' sums come
+      for (int group = lane; group < kGroups; group += 32)
+        while (load_shared(part + group) == kAbsent && real) {}  // a block of this row: it comes, or has given up within `spins`
+      __syncwarp();
+      scale_row(part, r, at, count, value, have, real);
+    } else {
+#pragma unroll
+      for (int k = 0; k < VECS; ++k)
+        if (const int i = threadIdx.x + k * blockDim.x; i < count) store_if(real, r.part + at + i, mine[k]);
+    }
   }
+  if (!NORM) __syncthreads();                             // everybody has read the epoch; a norm's sums of all warps say so too
   if (threadIdx.x == 0) g.state->one[unit] = epoch;
 }
 
@@ -383,12 +398,13 @@ __device__ __forceinline__ void two_shot(float* part, const Group& g, const Rows
       const size_t at = (size_t)(m + t * grid) * ROW_VECTORS;
       if (NORM) {
         float value[VECS][kEight], squares[VECS];
-        add_row(r, at, ROW_VECTORS, sum[t], have[t], value, squares);
+        add_row(ROW_VECTORS, sum[t], have[t], value, squares);
+        write_x(have[t], r, at, ROW_VECTORS, true);
         each_group(ROW_VECTORS, [&](int k, int group) {
           if (threadIdx.x % 32 == 0) part[group] = squares[k];
         });
         __syncthreads();
-        scale_row(part, r, at, ROW_VECTORS, value, have[t]);
+        scale_row(part, r, at, ROW_VECTORS, value, have[t], true);
         __syncthreads();                                  // `part` is free for the next row
       } else {
 #pragma unroll

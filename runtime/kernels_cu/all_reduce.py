@@ -1,7 +1,7 @@
 """The sum over ranks through peer memory, alone or with the residual add and RMS norm after it: the calls of all_reduce.cu.
 
-GPU-unverified as it stands: run on the CPU shim by two to five processes, compiled for every architecture. Before a row's norm was
-spread over blocks, and packets over whole lines, it ran on two H200 (tools/results/allreduce_h200x2.jsonl).
+GPU-unverified as it stands: run on the CPU shim by two to five processes, compiled for every architecture. Before one_shot rehearsed
+its code it ran on two H200 (tools/results/allreduce_h200x2.jsonl).
 
 Each rank owns a region that the others write into, and a state of its own; both start as zeros. All ranks must make the same
 calls in the same order with the same config.
@@ -29,7 +29,8 @@ class Config:
     """threads of a block, vecs: 16-byte vectors of a row that each holds, blocks: the largest grid, rows: the most that two_shot takes.
 
     All blocks of a grid must be resident at once: blocks is at most the number of multiprocessors. clusters: blocks may share
-    a row that is normed (sm_90).
+    a row that is normed (sm_90). parts: how many share a row in one_shot, 0: by the table. rehearsals: how often one_shot runs through
+    its code while the kernel before runs, so that its instructions are there.
     """
 
     world: int
@@ -38,6 +39,8 @@ class Config:
     blocks: int = 128
     rows: int = 1024
     clusters: bool = False
+    parts: int = 0
+    rehearsals: int = 1
 
     def check(self, hidden: int) -> None:
         """Raises ValueError with the broken rule."""
@@ -48,6 +51,8 @@ class Config:
             raise ValueError(f"{self}: {self.threads} threads of {self.vecs} vectors; whole warps, at most 1024")
         if self.threads * self.vecs < row:
             raise ValueError(f"{self}: room for {self.threads * self.vecs} vectors, a row of H = {hidden} has {row}")
+        if (self.parts and row % (32 * self.parts)) or not 0 <= self.parts <= 8:
+            raise ValueError(f"{self}: {self.parts} blocks share {row} vectors; at most 8, each of whole warps' vectors")
         if self.blocks < 2 or self.blocks % 2 or self.rows < 1:
             raise ValueError(f"{self}: {self.blocks} blocks, {self.rows} rows; an even number of blocks, at least one row")
 
@@ -125,6 +130,7 @@ class _Rows(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("rows", ctypes.c_int),
         ("parts", ctypes.c_int),
+        ("rehearsals", ctypes.c_int),
         ("eps", ctypes.c_float),
     ]
 
@@ -156,8 +162,12 @@ def two_shot(config: Config, m: int, hidden: int, ranks: Ranks, *, part: int, no
 
 
 def _pieces(config: Config, m: int, hidden: int) -> int:
-    """Blocks that share a row: up to 8, of whole warps' vectors, as long as the grid holds them."""
+    """Blocks that share a row: config.parts, or up to 8, of whole warps' vectors, as long as the grid holds them."""
     row = vectors("all_reduce", "H", hidden)
+    if config.parts:
+        if m * config.parts > config.blocks:
+            raise ValueError(f"all_reduce: {m} rows of {config.parts} blocks; {config.blocks} fit")
+        return config.parts
     return next((n for n in (8, 4, 2) if row % (32 * n) == 0 and m * n <= config.blocks), 1)
 
 
@@ -177,7 +187,7 @@ def _call(
     config.check(hidden)
     group = seat_of("all_reduce", ranks, config.world)
     then = norm or Norm(0, 0, 0, 0.0)
-    rows = _Rows(part, then.x, then.w, seq, then.out, m, parts, then.eps)
+    rows = _Rows(part, then.x, then.w, seq, then.out, m, parts, config.rehearsals, then.eps)
     return Call(f"{entry}_norm" if norm else entry, grid, threads, 0, (group, rows), cluster=parts if norm else 1)
 
 

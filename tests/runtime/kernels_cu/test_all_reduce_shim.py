@@ -126,18 +126,22 @@ def test_blocks_with_many_rows_take_them_in_batches(shim: Callable[..., ctypes.C
         assert on_ranks(world, lambda rank, w=w, dead=dead: run_steps(w, rank, steps, dead)) == [[]] * world  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("threads", "vecs", "clusters"), [(128, 1, True), (64, 2, True), (64, 2, False)])
+@pytest.mark.parametrize(
+    ("threads", "vecs", "clusters", "parts", "rehearsals"),
+    [(128, 1, True, 0, 1), (64, 2, True, 0, 0), (64, 2, False, 0, 2), (128, 1, True, 4, 2), (128, 1, True, 1, 0)],
+)
 def test_a_sum_and_its_norm_in_one_kernel_have_the_bits_of_two(
-    shim: Callable[..., ctypes.CDLL], threads: int, vecs: int, clusters: bool
+    shim: Callable[..., ctypes.CDLL], threads: int, vecs: int, clusters: bool, parts: int, rehearsals: int
 ) -> None:
-    """Whether four blocks, two or one have a row, by one shot or two: dense.cu's with a vector a thread."""
+    """Whether four blocks, two or one have a row, by one shot or two, rehearsed or not: dense.cu's with a vector a thread."""
     hidden = 1024
-    config = kernel.Config(2, threads, vecs, blocks=16, rows=24, clusters=clusters)
+    config = kernel.Config(2, threads, vecs, 16, 24, clusters, parts, rehearsals)
     w = World(config, shim("all_reduce_entry.cu", config.defines(hidden)), hidden=hidden)
     apart = shim("dense_entry.cu", dense.Config(hidden // 8, 1).defines())
-    shots = [(kernel.one_shot, m) for m in (4, 8, 11)] + [(kernel.two_shot, 18)]
+    shots = [(kernel.one_shot, m) for m in (4, 8, 11) if m * parts <= 16] + [(kernel.two_shot, 18)]
     calls = [shot(config, m, hidden, w.rank(0)[0], part=0, norm=kernel.Norm(0, 0, 0, EPS)) for shot, m in shots]
-    assert [call.cluster for call in calls] == ([4, 2, 1, 1] if clusters else [1] * 4)
+    by_table = [4, 2, 1, 1] if clusters and not parts else [parts or 1] * len(calls)
+    assert [call.cluster for call in calls] == [*by_table[:-1], 1]
 
     def differing(rank: int) -> list[str]:
         ranks, _, _ = w.rank(rank)
@@ -197,6 +201,7 @@ def test_a_rank_that_does_not_come_is_named_and_waited_for_once(shim: Callable[.
         ("const uint4 v = s == g.rank ? mine[n] : ", "const uint4 v = s == 0 ? mine[n] : "),
         ("(threadIdx.x == 0) g.state->one[unit] = epoch;", "(threadIdx.x == 0) g.state->one[unit] = 1;"),
         ("read_w(have, r, piece * count, count);", "read_w(have, r, 0, count);"),
+        ("store_if(real, r.x + at + i, have.x[k]);", "store_if(true, r.x + at + i, have.x[k]);"),  # a rehearsal writes
     ],
 )
 def test_planted_faults_are_found(tmp_path: Any, old: str, new: str) -> None:
@@ -213,11 +218,14 @@ def test_configurations_are_checked() -> None:
         (kernel.Config(2, threads=100), "whole warps"),
         (kernel.Config(2, threads=32, vecs=1), "room for 32 vectors, a row of H = 512 has 64"),
         (kernel.Config(2, blocks=7), "an even number of blocks"),
+        (kernel.Config(2, parts=4), "4 blocks share 64 vectors"),
     ):
         with pytest.raises(ValueError, match=text):
             bad.check(HIDDEN)
     with pytest.raises(ValueError, match="one_shot of 9 rows; 1 to 8 fit"):
         kernel.one_shot(config, 9, HIDDEN, ranks, part=0)
+    with pytest.raises(ValueError, match="5 rows of 2 blocks; 8 fit"):
+        kernel.one_shot(kernel.Config(2, 32, 2, 8, parts=2), 5, HIDDEN, ranks, part=0)
     with pytest.raises(ValueError, match="two_shot of 25 rows; 1 to 24 fit"):
         kernel.two_shot(config, 25, HIDDEN, ranks, part=0)
     with pytest.raises(ValueError, match="rank 0 with 3 regions, built for 2"):
