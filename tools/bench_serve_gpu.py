@@ -36,7 +36,7 @@ HELP = """\
 Starts `tools/serve.py` and sends it chats from as many clients as there are streams, each answer streamed, with the `openai` client
 where it is installed, else with the project's own. Fails (exit code 1) if an answer is wrong or an error, if requests or cache pages are
 held afterwards, if free GPU memory differs from what it was after the warm-up, or if SIGTERM does not end the server with 0.
-Tokens/s and times are those that the clients saw; they share one Python process with each other, none with the server. GPU-unverified.
+Tokens/s and times are those that the clients saw; they share one Python process with each other, none with the server.
 """
 
 

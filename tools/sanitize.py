@@ -16,7 +16,6 @@ all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu and chunk_*.cu have no
 reads them. It and synccheck get a few barriers said otherwise: `tools/sanitize_families.py` has them in EDITS, with the reasons, and
 shipped sources stay as they are. CuPy's memory pool is off, so that memcheck sees where an array ends. The kernels that ranks meet in
 run in two processes of one GPU.
-GPU-unverified.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products with few rows on sm_90a, as fast as memory is read: the call of linear_stream.cu, and what to build it as.
 
 It serves what `linear_skinny` does, to 64 rows. A row's bits depend on N, K and the configuration, its columns excepted, not on M.
-How a launch follows another and what bounds it: docs/linear.md. GPU-unverified: `ahead` < 0, and what the kernel changed since dbf9f30.
+How a launch follows another and what bounds it: docs/linear.md.
 """
 
 from __future__ import annotations
