@@ -28,7 +28,7 @@
 // blocks 210, seen there 40, 28 numbers added 150, root and quotient 90, scaled and packed 40: 760, 0.4 us at 1.9 GHz. Measured at
 // 59ea8d6: 1.3 us for one row of four blocks, and more for each further vector of a thread (+0.7 and +2.4 us at 448x2 and 224x4 of
 // 4 rows): some 10 cycles an instruction that follows the last packet, as where instructions have to be
-// fetched. So between two ranks one_shot runs through its code once, storing nothing, while the kernel before it runs. Of many
+// fetched. So between two ranks one_shot can run through its code once, storing nothing, while the kernel before it runs. Of many
 // rows a norm adds their bytes: x read, x and out written for the sum, 28 KiB a row: 0.8 us at 128 rows, 6.5 at 1,024, at 4.54 TB/s.
 //
 // Dead rows (seq[m] = -1; seq may be null) are skipped by all ranks alike.

@@ -1,6 +1,6 @@
 """The sum over ranks through peer memory, alone or with the residual add and RMS norm after it: the calls of all_reduce.cu.
 
-GPU-unverified as it stands: run on the CPU shim by two to five processes, compiled for every architecture. Before one_shot rehearsed
+GPU-unverified as it stands: run on the CPU shim by two to five processes, compiled for every architecture. Before one_shot could rehearse
 its code it ran on two H200 (tools/results/allreduce_h200x2.jsonl).
 
 Each rank owns a region that the others write into, and a state of its own; both start as zeros. All ranks must make the same
@@ -30,7 +30,7 @@ class Config:
 
     All blocks of a grid must be resident at once: blocks is at most the number of multiprocessors. clusters: blocks may share
     a row that is normed (sm_90). parts: how many share a row in one_shot, 0: by the table. rehearsals: how often one_shot runs through
-    its code while the kernel before runs, so that its instructions are there.
+    its code while the kernel before runs, so that its instructions are there: none until that is measured.
     """
 
     world: int
@@ -40,7 +40,7 @@ class Config:
     rows: int = 1024
     clusters: bool = False
     parts: int = 0
-    rehearsals: int = 1
+    rehearsals: int = 0
 
     def check(self, hidden: int) -> None:
         """Raises ValueError with the broken rule."""

@@ -29,7 +29,7 @@ needs_nvrtc = pytest.mark.skipif(nvrtc_version() is None, reason="no NVRTC libra
 
 
 def config_for(world: int, threads: int = 32, vecs: int = 2, clusters: bool = True) -> kernel.Config:
-    return kernel.Config(world, threads, vecs, blocks=8, rows=24, clusters=clusters)
+    return kernel.Config(world, threads, vecs, blocks=8, rows=24, clusters=clusters, rehearsals=1)
 
 
 class World:
