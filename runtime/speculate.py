@@ -23,7 +23,7 @@ from runtime.types import I32, DraftLogits, DraftPlan, DraftTree
 
 @dataclass(slots=True)
 class Root:
-    """A sequence that wants a draft: its newest token, and how far a draft may reach. Not to be changed (freezing it takes 1 us more)."""
+    """A sequence that wants a draft: its newest token, and how far a draft may reach. Not to be changed: not frozen, for speed."""
 
     id: str
     tokens: I32  # [L] view; the root is the last, at position L - 1

@@ -1,7 +1,7 @@
 """Acceptance for all trees of a step at once, with a lookout for rows that are not finite.
 
-`runtime.accept.accept` defines the walk down one tree; it looks at every node, which for 64 streams takes 0.5 ms a step. Here each
-node on the path is looked up in a table that is made while the step runs: 30 us, and tests hold the two equal.
+`runtime.accept.accept` defines the walk down one tree; it looks at every node. Here each node
+on the path is looked up in a table that is made while the step runs, and tests hold the two equal.
 """
 
 from __future__ import annotations
