@@ -197,6 +197,8 @@ def test_the_card_tells_what_was_done_and_the_parts_join(tmp_path: Path) -> None
         "device": "GPU",
         "torch": "2",
         "seconds": {"target": 200.0},
+        "calls": [{"target": 200.0}, {"drafter": 99.5, "card": 0.1}],
+        "drafter": {"steps": 9, "anchors": 81, "seconds": 3.0, "before": {"steps": 7, "anchors": 49, "seconds": 2.5}},
         "losses": {"this": {"text": 1.5, "chat": 1.25}},
         "acceptance": {"chat": judged},
         "data": {"archive_sha256": "cd" * 32, "tokens": {"core": 10}, "sources": {"box": source, "none": absent}},
@@ -214,6 +216,8 @@ def test_the_card_tells_what_was_done_and_the_parts_join(tmp_path: Path) -> None
         "cd" * 32,
         "**Add two numbers**",
         "--seed 3",
+        "in 2 calls, each going on from the one before: target 200.0; drafter 99.5, card 0.1.",
+        "| drafter, before that | 7 steps, 49 anchors in 2.5 s |",
     ):
         assert part in text, part
     assert "none" not in (folder / "LICENCES").read_text() and "box" in (folder / "LICENCES").read_text()

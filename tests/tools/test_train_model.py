@@ -19,7 +19,7 @@ from runtime.types import DraftPlan
 from tests.plans import chain_plan, page_table
 from tools.train_demo import acceptance, decode, export, network, shape
 from tools.train_demo.drafting import Drafter
-from tools.train_demo.fit_drafter import block_loss, labels_of
+from tools.train_demo.fit_drafter import block_loss, labels_of, thoughts_of
 from tools.train_demo.optimise import orthogonal, rate
 
 PAGE = 64
@@ -136,9 +136,18 @@ def test_labels_stop_at_the_end() -> None:
     assert label[0, 0].tolist() == list(range(4, 11)) and valid[0, 0].all()
     assert valid[0, 1].tolist() == [True, True, True, False, False, False, False]
     logits = torch.nn.functional.one_hot(label, 20) * 50.0
-    loss, accuracy = block_loss(logits, label, valid)
+    loss, accuracy = block_loss(logits, logits, label, valid)
     assert loss < 1e-6 and accuracy.tolist() == [1.0] * 7
-    assert block_loss(logits.roll(1, -1), label, valid)[0] > 10
+    assert block_loss(logits.roll(1, -1), logits, label, valid)[0] > 20
+    assert 10 < block_loss(logits, logits.roll(1, -1), label, valid)[0] < 40, "half of the loss is against the target's own thoughts"
+
+
+def test_thoughts_are_the_targets_logits(folder: Path) -> None:
+    target, ids = export.read_target(folder), torch.from_numpy(TOKENS)[None]
+    pos = torch.tensor([[5, 30]])
+    found = thoughts_of(target, target.tap(ids, shape.MINIATURE_TAPS), pos, 7)
+    every = target(ids)[0]
+    assert torch.allclose(found[0, 1], every[30:37], atol=1e-5) and torch.allclose(found[0, 0, 2], every[7], atol=1e-5)
 
 
 def test_updates_are_nearly_orthogonal() -> None:

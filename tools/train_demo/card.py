@@ -41,8 +41,9 @@ def _card(report: dict[str, Any]) -> list[str]:
         "chat format. It knows nothing else and is no assistant.",
         "",
         f"Trained by `python -m tools.train_demo --budget-minutes {report['minutes']:g} --seed {report['seed']}` on {report['date']}, "
-        f"one {report['device']}, torch {report['torch']}; seconds by stage: "
-        + ", ".join(f"{name} {seconds}" for name, seconds in report["seconds"].items())
+        f"one {report['device']}, torch {report['torch']}; seconds by stage"
+        + (f", in {len(report['calls'])} calls, each going on from the one before: " if len(report["calls"]) > 1 else ": ")
+        + "; ".join(", ".join(f"{name} {seconds}" for name, seconds in call.items()) for call in report["calls"])
         + ".",
         "",
         "| | |",
@@ -53,6 +54,8 @@ def _card(report: dict[str, Any]) -> list[str]:
         f"| drafter | {drafter.get('steps', 0):,} steps, {drafter.get('anchors', 0):,} anchors in {drafter.get('seconds', 0)} s, on "
         f"{report.get('texts', {}).get('tokens', 0):,} tokens that the target wrote |",
     ]
+    if before := drafter.get("before"):
+        lines.append(f"| drafter, before that | {before['steps']:,} steps, {before['anchors']:,} anchors in {before['seconds']} s |")
     for name, found in losses.items():
         title = "held-out loss, nats a token" if name == "this" else "the model before, same text"
         lines.append(f"| {title} | text {found['text']}, chat {found['chat']} |")
@@ -76,7 +79,7 @@ def _rounds(report: dict[str, Any]) -> list[str]:
         "## Tokens a round",
         "",
         "Accepted and bonus, greedy, on prompts that the training never saw (`tests/fixtures/heldout_prompts.json` and "
-        "`tools/train_demo/text_prompts.json`):",
+        "`tools/train_demo/text_prompts.json`), from each prompt's end to the answer's:",
         "",
         "| | chain of 7 | tree of 8 | 16 | 32 | 64 |",
         "|---|---|---|---|---|---|",

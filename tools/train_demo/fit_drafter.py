@@ -1,4 +1,5 @@
-"""Trains the drafter on texts that the target wrote: at random anchors of a text, the tokens that follow are the labels."""
+"""Trains the drafter on texts that the target wrote: at random anchors of a text, the tokens that follow are the labels, and half
+of the loss is the distance to what the target thought of them (arXiv 1503.02531)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from tools.train_demo.decode import Texts
 from tools.train_demo.drafting import Drafter
 from tools.train_demo.fit_target import REPORT_SECONDS, Log, Rows, compiled, mixed, product_type
-from tools.train_demo.network import Target
+from tools.train_demo.network import Target, rms_norm
 from tools.train_demo.optimise import Clock, Optimiser, rate
 
 PEAK_RATE = 3e-3
 DECAY_DEPTH = 4.0  # a label at depth d weighs exp(-(d - 1) / 4): a deep guess counts only if those before it were right
+TAUGHT = 0.5  # share of the loss against the target's whole distribution; the rest is against the token that it wrote
 CORPUS_EVERY = 8  # every eighth step takes long rows of the corpus instead, so that far positions are not forgotten
 
 
@@ -51,11 +53,22 @@ def labels_of(ids: Tensor, pos: Tensor, end: Tensor, depth: int) -> tuple[Tensor
     return label, valid
 
 
-def block_loss(logits: Tensor, label: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, accuracy [depth]) of logits [B, n, depth, V]."""
+@torch.no_grad()
+def thoughts_of(target: Target, taps: Tensor, pos: Tensor, depth: int) -> Tensor:
+    """[B, n, depth, V] the target's logits for the tokens behind each anchor. The last tap has to be the last layer's stream."""
+    at = (pos[:, :, None] + torch.arange(depth, device=pos.device)).clamp(max=taps.shape[1] - 1).flatten(1)
+    last = taps[..., -target.c.hidden :].gather(1, at[:, :, None].expand(-1, -1, target.c.hidden))
+    return F.linear(rms_norm(last, target.norm, target.c.eps), target.head).unflatten(1, (pos.shape[1], depth))
+
+
+def block_loss(logits: Tensor, thoughts: Tensor, label: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, accuracy [depth]) of logits and the target's [B, n, depth, V]."""
     depth = label.shape[-1]
     weight = torch.exp(-torch.arange(depth, device=label.device) / DECAY_DEPTH) * valid
-    each = F.cross_entropy(logits.float().flatten(0, 2), label.flatten(), reduction="none").view(label.shape)
+    spoken = torch.log_softmax(logits.float(), -1)
+    written = -spoken.gather(-1, label[..., None])[..., 0]
+    thought = -(torch.softmax(thoughts.float(), -1) * spoken).sum(-1)
+    each = TAUGHT * thought + (1.0 - TAUGHT) * written
     right = (logits.detach().argmax(-1) == label) & valid
     return (each * weight).sum() / weight.sum().clamp(min=1.0), right.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
 
@@ -71,14 +84,19 @@ def fit_drafter(
     compile_it: bool,
     peak: float = PEAK_RATE,
 ) -> dict[str, Any]:
-    """Trains until the clock is out, then rounds the weights to bf16. Returns steps, seconds, anchors and the curve."""
+    """Trains until the clock is out, then rounds the weights to bf16. Returns steps, seconds, anchors and the curve.
+
+    Raises ValueError if the drafter's last tap is not behind the target's last layer: its stream is what the target thinks.
+    """
     c, device = drafter.c, texts.ids.device
+    if c.taps[-1] != target.c.layers - 1:
+        raise ValueError(f"the last tap is behind layer {c.taps[-1]}, the target's last layer is {target.c.layers - 1}")
     kept = tap_all(target, texts.ids, c.taps, 256)
     log(f"taps of {texts.ids.numel() / 1e6:.1f} million tokens after {clock.spent:.1f} s")
 
     def loss_of(taps: Tensor, bonus: Tensor, pos: Tensor, label: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         with mixed(device):
-            return block_loss(drafter(target, taps, bonus, pos), label, valid)
+            return block_loss(drafter(target, taps, bonus, pos), thoughts_of(target, taps, pos, c.depth), label, valid)
 
     def own_batch() -> tuple[Tensor, ...]:
         index = torch.randint(len(texts), (sizes.texts,), device=device)

@@ -28,7 +28,7 @@ class Settings:
     new_tokens: int
     reserve_seconds: float
     target_share: float = 0.5
-    texts_share: float = 0.12
+    texts_share: float = 0.16
 
 
 FULL = Settings(
@@ -36,7 +36,7 @@ FULL = Settings(
     shape.DRAFTER,
     shape.TAPS,
     steps=StepSizes(tokens=24 * 2048, length=2048, held_rows=24, held_length=1024),
-    plan=Plan(batches=20, count=4096, length=320),
+    plan=Plan(batches=30, count=4096, length=320, chat_share=0.7, greedy_share=0.8),
     sizes=Sizes(texts=192, anchors=32, rows=24, row_anchors=64, row_length=1024),
     chat_prompts=128,
     new_tokens=192,

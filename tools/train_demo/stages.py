@@ -28,6 +28,7 @@ from tools.train_demo.optimise import Clock
 HERE = Path(__file__).parent
 HELD_PROMPTS = HERE.parents[1] / "tests" / "fixtures" / "heldout_prompts.json"
 SHORTEST_STAGE = 5.0  # seconds
+CALLS = "calls.json"
 
 
 class Run:
@@ -43,12 +44,21 @@ class Run:
         self.report["device"] = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
         for folder in (args.out, args.work, *([args.pack] if args.pack else [])):
             folder.mkdir(parents=True, exist_ok=True)
+        self.report["calls"] = [*self._calls_before(), self.report["seconds"]]
         torch.manual_seed(args.seed)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and evaluation has many
         self.tokenizer = Tokenizer.load(DEMO)
         self.stops = sorted(self.tokenizer.eos_ids)
         self.pad = self.tokenizer.special["[PAD]"]
         self.rows: Rows
+
+    def _calls_before(self) -> list[dict[str, float]]:
+        """Seconds by stage of the calls whose products this one goes on from."""
+        kept = self.args.work / CALLS
+        if kept.exists():
+            return list(json.loads(kept.read_text()))
+        source = self.args.from_export
+        return list(json.loads((source / card.RECORD).read_text())["calls"]) if source else []
 
     def log(self, line: str) -> None:
         text = f"[{time.monotonic() - self.began:6.1f}] {line}"
@@ -76,6 +86,7 @@ class Run:
         if a.pack:
             self._guarded("pack", lambda: card.pack(a.out, a.pack))
         self.report["seconds"]["all"] = round(time.monotonic() - self.began, 1)
+        export.write_json(self.args.work / CALLS, self.report["calls"])
         export.write_json((a.pack or a.work) / "report.json", self.report)
         return self.report
 
@@ -171,12 +182,14 @@ class Run:
         target_json = json.loads((self.args.out / "config.json").read_text())
         config = shape.drafter_json(target_json, self.settings.drafter, self.settings.taps)
         drafter = Drafter(shape.read_drafter(config)).to(self.device)
-        begun = self.args.from_export and self.args.from_export / "drafter"
+        begun, before = self.args.from_export and self.args.from_export / "drafter", {}
         if begun and begun.exists() and json.loads((begun / "config.json").read_text()) == config:
             drafter.load_state_dict(export.read_drafter(begun).state_dict())
+            before = json.loads((begun.parent / card.RECORD).read_text())["drafter"]
             self.log("the drafter goes on from the export")
         clock = Clock(max(seconds, SHORTEST_STAGE))
-        told = fit_drafter(drafter, target, texts, self.rows, clock, self.log, self.settings.sizes, not self.args.no_compile)
+        told = {"before": before} if before else {}
+        told |= fit_drafter(drafter, target, texts, self.rows, clock, self.log, self.settings.sizes, not self.args.no_compile)
         told["parameters"] = sum(p.numel() for p in drafter.parameters())
         told["bytes"] = export.write_drafter(drafter, config, self.args.out / "drafter")
         self.report["drafter"] = told
@@ -206,7 +219,7 @@ class Run:
         for kind, prompts in (("chat", chat), ("text", text)):
             length = max(map(len, prompts)) + s.new_tokens
             texts = decode.write(target, prompts, length, torch.zeros(len(prompts)), self.stops, self.pad)
-            found = acceptance.record(target, drafter, texts, s.new_tokens)
+            found = acceptance.record(target, drafter, texts, length - min(map(len, prompts)))
             arrays |= {f"{kind}.{name}": value for name, value in found.items()}
             answers.append(texts)
         np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
