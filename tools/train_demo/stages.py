@@ -188,7 +188,7 @@ class Run:
             before = json.loads((begun.parent / card.RECORD).read_text())["drafter"]
             self.log("the drafter goes on from the export")
         clock = Clock(max(seconds, SHORTEST_STAGE))
-        told = {"before": before} if before else {}
+        told: dict[str, Any] = {"before": before} if before else {}
         told |= fit_drafter(drafter, target, texts, self.rows, clock, self.log, self.settings.sizes, not self.args.no_compile)
         told["parameters"] = sum(p.numel() for p in drafter.parameters())
         told["bytes"] = export.write_drafter(drafter, config, self.args.out / "drafter")
