@@ -31,6 +31,7 @@ TARGET_DEFAULTS = {
     "hidden_size": 128,
     "num_attention_heads": 4,
     "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,  # Kimi's; the demo's is 64
     "intermediate_size": 256,
     "moe_intermediate_size": 128,  # cuts for TP 1, 2 and 4: whole groups of 32
     "n_routed_experts": 8,

@@ -144,7 +144,7 @@ def grow_states(states: States, nodes: int = NODES) -> Grown:
 def excerpt(source: Path, target: Path, texts: int = 4, positions: int = 96) -> None:
     """Writes a trace file of the first `texts` texts of each kind and their first `positions` states.
 
-    tests/fixtures/draft_traces.npz was made by excerpt(traces, target) from 96 held-out texts of the demo model.
+    tests/fixtures/draft_traces.npz has this size; tools/train_demo/reference.py makes it, from the demo model.
     """
     with np.load(source) as held:
         kinds = sorted({name.split(".")[0] for name in held.files})

@@ -130,12 +130,13 @@ def test_streams_are_independent(world: World) -> None:
 def test_config_refusals() -> None:
     given = Checkpoint.open(DEMO / "drafter").config
     config = dflash.Config.from_json(given)
-    assert (config.block, config.depth, config.taps, config.mask_token) == (8, 7, (0, 1, 2), 4094)
-    for change in ({"layer_types": ["sliding_attention"] * 2}, {"architectures": ["Qwen3ForCausalLM"]}, {"draft_vocab_size": 100}):
+    assert (config.block, config.depth, config.taps, config.mask_token) == (8, 7, (1, 2, 3), 4094)
+    windowed = ["sliding_attention"] * config.layers
+    for change in ({"layer_types": windowed}, {"architectures": ["Qwen3ForCausalLM"]}, {"draft_vocab_size": 100}):
         with pytest.raises(ValueError, match=next(iter(change))):
             dflash.Config.from_json({**given, **change})
     target = kimi_k26.Config.from_json(Checkpoint.open(DEMO).config)
-    with pytest.raises(ValueError, match="hidden_size is 256, the target's is 512"):
+    with pytest.raises(ValueError, match="hidden_size is 256, the target's is 384"):
         replace(config, hidden=256).check_target(target, "x")
     with pytest.raises(ValueError, match="target_layer_ids"):
         replace(config, taps=(0, 9)).check_target(target, "x")

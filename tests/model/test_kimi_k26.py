@@ -1,6 +1,6 @@
 """The model file against Hugging Face DeepseekV3ForCausalLM in float32 on the demo checkpoint (fixtures/golden.npz).
 
-The fixture was made by transformers 5.17.0 from the files alone; nothing of this project took part.
+The fixture was made by transformers (golden.json says which) from the files alone; nothing of this project took part.
 """
 
 from __future__ import annotations

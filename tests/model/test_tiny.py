@@ -45,7 +45,7 @@ def key_paths(value: Any, at: str = "") -> Iterator[str]:
 
 
 def test_files_and_keys_are_the_demos(tiny: Path) -> None:
-    ignored = {"CARD.md", "LICENCES"}
+    ignored = {"CARD.md", "LICENCES", "training.json"}
     assert {re.sub(r"\d{5,}", "N", p.name) for p in tiny.iterdir()} == {re.sub(r"\d{5,}", "N", p.name) for p in DEMO.iterdir()} - ignored
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "drafter/config.json"):
         assert set(key_paths(read(tiny / name))) == set(key_paths(read(DEMO / name))), name
@@ -226,16 +226,18 @@ class Reference:
         return np.stack([x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1).reshape(x.shape)
 
     def attention(self, p: str, h: F32) -> F32:
-        n, heads = len(h), self.c["num_attention_heads"]
-        q = (rms(h @ self.w(f"{p}.q_a_proj").T, self.w(f"{p}.q_a_layernorm"), 1e-6) @ self.w(f"{p}.q_b_proj").T).reshape(n, heads, 192)
+        c = self.c
+        n, heads, nope, rank = len(h), c["num_attention_heads"], c["qk_nope_head_dim"], c["kv_lora_rank"]
+        q = rms(h @ self.w(f"{p}.q_a_proj").T, self.w(f"{p}.q_a_layernorm"), 1e-6) @ self.w(f"{p}.q_b_proj").T
+        q = q.reshape(n, heads, nope + 64)
         latent = h @ self.w(f"{p}.kv_a_proj_with_mqa").T
-        kv = rms(latent[:, :512], self.w(f"{p}.kv_a_layernorm"), 1e-6) @ self.w(f"{p}.kv_b_proj").T
-        kv = kv.reshape(n, heads, 256)
-        score = np.einsum("qhd,khd->hqk", q[..., :128], kv[..., :128])
-        score += np.einsum("qhd,kd->hqk", self.turn(q[..., 128:]), self.turn(latent[:, 512:]))
-        score = score * self.rope.softmax_scale(192) + np.triu(np.full((n, n), -np.inf, np.float32), 1)
+        kv = rms(latent[:, :rank], self.w(f"{p}.kv_a_layernorm"), 1e-6) @ self.w(f"{p}.kv_b_proj").T
+        kv = kv.reshape(n, heads, nope + c["v_head_dim"])
+        score = np.einsum("qhd,khd->hqk", q[..., :nope], kv[..., :nope])
+        score += np.einsum("qhd,kd->hqk", self.turn(q[..., nope:]), self.turn(latent[:, rank:]))
+        score = score * self.rope.softmax_scale(nope + 64) + np.triu(np.full((n, n), -np.inf, np.float32), 1)
         e = np.exp(score - score.max(-1, keepdims=True))
-        out = np.einsum("hqk,khd->qhd", e / e.sum(-1, keepdims=True), kv[..., 128:]).reshape(n, -1)
+        out = np.einsum("hqk,khd->qhd", e / e.sum(-1, keepdims=True), kv[..., nope:]).reshape(n, -1)
         return out @ self.w(f"{p}.o_proj").T
 
     def moe(self, p: str, h: F32) -> F32:

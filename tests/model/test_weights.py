@@ -161,10 +161,10 @@ def resident_bytes() -> int:
 
 def test_demo_opens() -> None:
     ckpt = Checkpoint.open(DEMO)
-    assert len(ckpt.names()) == 921 and ckpt.total_bytes == 41534592 and ckpt.quantised
+    assert len(ckpt.names()) == 921 and ckpt.total_bytes == 24402304 and ckpt.quantised
     assert ckpt.text_config["model_type"] == "kimi_k2" and ckpt.config["model_type"] == "kimi_k25"
     codes, scale = ckpt.get_w4("model.layers.1.mlp.experts.0.gate_proj")
-    assert codes.shape == (128, 512) and codes.min() >= 1 and codes.max() == 15 and np.isfinite(scale.astype(np.float32)).all()
+    assert codes.shape == (128, 384) and codes.min() >= 1 and codes.max() == 15 and np.isfinite(scale.astype(np.float32)).all()
 
 
 def test_drafter_opens_with_and_without_a_model_prefix(copy: Path) -> None:

@@ -95,19 +95,19 @@ def test_start_up_says_what_was_chosen(served: Process) -> None:
 
 def test_chat_streams_what_it_answers_whole(served: Process) -> None:
     client = served.openai
-    whole = client.chat.completions.create(model="demo", messages=USER, max_tokens=16, temperature=0)
+    whole = client.chat.completions.create(model="demo", messages=USER, max_tokens=8, temperature=0)
     message = whole.choices[0].message
     text = (getattr(message, "reasoning_content", None) or "") + (message.content or "")
     assert text.strip()
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage is not None
-    assert whole.usage.completion_tokens == 16
+    assert whole.usage.completion_tokens == 8
     record = whole.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
     assert sum(record["acceptance_histogram"]) == record["num_spec_steps"] > 0
 
     joined, last = "", None
     stream = client.chat.completions.create(
-        model="demo", messages=USER, max_tokens=16, temperature=0, stream=True, stream_options={"include_usage": True}
+        model="demo", messages=USER, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
     )
     for chunk in stream:
         last = chunk

@@ -155,9 +155,23 @@ def greedy(target: DeepseekV3ForCausalLM, ids: list[int]) -> list[int]:
         made = target(torch.tensor([written[-1:]]), past_key_values=made.past_key_values, use_cache=True)
 
 
-def rounds_of(drafter: ReferenceDrafter, hidden: Sequence[Tensor], tokens: list[int], start: int) -> tuple[Tensor, list[tuple[int, int]]]:
+@torch.no_grad()
+def read(target: DeepseekV3ForCausalLM, ids: list[int], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Logits [n, V], and what the layers `taps` give, side by side. `output_hidden_states` would have the last layer's behind the norm."""
+    found: dict[int, Tensor] = {}
+
+    def keep(i: int, given: Tensor | tuple[Tensor, ...]) -> None:
+        found[i] = (given if isinstance(given, Tensor) else given[0])[0]
+
+    hooks = [target.model.layers[i].register_forward_hook(lambda _, __, given, i=i: keep(i, given)) for i in taps]
+    logits = target(torch.tensor([ids])).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.cat([found[i] for i in taps], -1)
+
+
+def rounds_of(drafter: ReferenceDrafter, taps: Tensor, tokens: list[int], start: int) -> tuple[Tensor, list[tuple[int, int]]]:
     """Logits of the first block, and (anchor, accepted) of every round of the plain chain along `tokens`."""
-    taps = torch.cat([hidden[i + 1][0] for i in drafter.taps], -1)
     first, rounds, at = None, [], start
     while at < len(tokens) - 1:
         logits = drafter.logits(taps[:at], tokens[at], at)
@@ -183,14 +197,13 @@ def make(folder: Path, fixtures: Path) -> None:
     told |= {"date": time.strftime("%Y-%m-%d"), "new_tokens": NEW_TOKENS, "prompts": {}}
     for name, ids in prompts_of(fixtures).items():
         written = greedy(target, ids)
-        whole = target(torch.tensor([ids + written]), output_hidden_states=True)
-        logits = whole.logits[0]
+        logits, taps = read(target, ids + written, drafter.taps)
         best = logits.topk(2, -1).values
         margin = (best[:, 0] - best[:, 1]).numpy()
         golden |= {f"{name}.ids": np.array(ids, np.int32), f"{name}.continuation": np.array(written, np.int32), f"{name}.margin": margin}
         golden[f"{name}.logits_last4"] = logits[len(ids) - 4 : len(ids)].numpy()
         golden[f"{name}.argmax"] = logits[: len(ids)].argmax(-1).int().numpy()
-        first, rounds = rounds_of(drafter, whole.hidden_states, ids + written, len(ids))
+        first, rounds = rounds_of(drafter, taps, ids + written, len(ids))
         if len(ids) <= MOST_DRAFTED:
             drafts |= {f"{name}.logits": first.numpy(), f"{name}.rounds": np.array(rounds, np.int32)}
             drafts[f"{name}.tokens"] = np.array(ids + written, np.int32)
