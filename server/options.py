@@ -30,7 +30,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The groups model, capacity and speculation. Names are vLLM's; SGLang's are aliases."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "model", nargs="?", default=None, help="checkpoint folder, or 'demo': the 34-million-parameter model that comes along"
+        "model", nargs="?", default=None, help="checkpoint folder, or 'demo': the 22-million-parameter model that comes along"
     )
     group.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="the same, as a flag")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: the folder's name)")

@@ -94,7 +94,7 @@ def test_greedy_text_equals_hugging_face(exact: World, name: str) -> None:
 
 
 def test_bfloat16_reading_stays_close(rounded: World) -> None:
-    """Rounding moves a few router decisions (1 % of positions fall below 0.999); the rest must agree."""
+    """Rounding moves a few router decisions (0.6 % of positions fall below 0.999); the rest must agree."""
     found = [cosines(rounded.prefill(GOLDEN[f"{n}.ids"], rounded.fresh_cache())[-4:], GOLDEN[f"{n}.logits_last4"]) for n in PROMPTS]
     flat = np.concatenate(found)
     assert np.median(flat) >= 0.9999
