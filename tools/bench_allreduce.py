@@ -6,9 +6,9 @@
 
 A record: ranks, M, bytes, ours_us (the fastest of one_shot and two_shot), nccl_us, fused_us (with residual and norm), apart_us (the sum
 by the fastest way, then add_rms_norm), and what each configuration took. trials: one_shot with 1, 2, 4 and 7 blocks a row (norm_7),
-and with its code rehearsed (rehearsed, norm_rehearsed); none of them counts as ours or fused. Parts are zeros while they are timed: sums
-in place would pass all numbers within 128 calls, and what is infinite takes slower ways through roots and quotients. NVLink multicast
-stays off, for NCCL too.
+with its code rehearsed (rehearsed, norm_rehearsed), and without a norm in the clusters that one has (clustered); none counts as ours
+or fused. Parts are zeros while they are timed: sums in place would pass all numbers within 128 calls, and what is infinite takes slower
+ways through roots and quotients. NVLink multicast stays off, for NCCL too.
 """
 
 from __future__ import annotations
@@ -162,6 +162,9 @@ class Bench:
             by_config[name] = {way: round(self.us(self.run_of(way, rows, config)), 2) for way in self.ways(rows)}
             by_config[name] |= {f"{way}_norm": round(self.us(self.run_of(way, rows, config, True)), 2) for way in self.ways(rows)}
         trials = {name: round(self.us(self.run_of(self.peers.ONE, rows, one, norm)), 2) for name, one, norm in self.trials(rows)}
+        if trials and self.configs[0].clusters:
+            clusters = self.run_of(self.peers.ONE, rows, norm=True).cluster
+            trials["clustered"] = round(self.us(replace(self.run_of(self.peers.ONE, rows), cluster=clusters)), 2)
         nccl = self.us(self.run_of(self.peers.LARGE, rows))
         plain = {(name, way): found[way] for name, found in by_config.items() for way in self.ways(rows)}
         best = min(plain, key=lambda key: plain[key])
