@@ -24,8 +24,8 @@ stages, each skipped if --work holds its product:
 
 EXAMPLES = """\
 examples:
-  everything in nine minutes on one H200
-    python -m tools.train_demo --archive build/train_demo/texts.jsonl.xz --out build/train_demo/demo --budget-minutes 9.2
+  everything in nineteen minutes on one H200
+    python -m tools.train_demo --archive build/train_demo/texts.jsonl.xz --out build/train_demo/demo
   a longer drafter for a target that stands
     python -m tools.train_demo --archive … --from-export model/demo --out build/train_demo/demo --budget-minutes 9
   every stage in miniature on a CPU
@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the checkpoint")
     add("--work", type=Path, default=Path("build/train_demo/work"), help="folder of what stages leave for a later run")
     add("--pack", type=Path, help="also write the checkpoint there as demo.tar.00, 01 … of 15 MiB, with the log and report.json")
-    add("--budget-minutes", type=float, default=9.2, help="wall-clock limit of the whole run (default 9.2)")
+    add("--budget-minutes", type=float, default=19.0, help="wall-clock limit of the whole run (default 19)")
     add("--stop-after", choices=["data", "target", "texts", "drafter", "evaluate", "card"], default="card")
     add("--from-export", type=Path, help="take the target of this checkpoint instead of training one")
     add("--compare", type=Path, help="judge this checkpoint on the same held-out text too")

@@ -19,7 +19,8 @@ from tools.train_demo.network import Target, rms_norm
 from tools.train_demo.optimise import Clock, Optimiser, rate
 
 PEAK_RATE = 3e-3
-DECAY_DEPTH = 4.0  # a label at depth d weighs exp(-(d - 1) / 4): a deep guess counts only if those before it were right
+AGAIN_RATE = 2e-3  # for a drafter that was trained to the end before
+DECAY_DEPTH = 6.0  # a label at depth d weighs exp(-(d - 1) / 6): a deep guess counts only if a tree holds those before it, 0.93 of each
 TAUGHT = 0.5  # share of the loss against the target's whole distribution; the rest is against the token that it wrote
 CORPUS_EVERY = 8  # every eighth step takes long rows of the corpus instead, so that far positions are not forgotten
 

@@ -14,8 +14,8 @@ from tools.train_demo.fit_target import StepSizes
 class Settings:
     """Sizes of the models, of a step, of the texts written for the drafter, and of the evaluation.
 
-    Of the time left after the data and `reserve_seconds`, the target gets target_share, the texts at most texts_share and the
-    drafter the rest.
+    Of the time left after the data and `reserve_seconds`, the target gets target_share; of what it leaves, the texts get at most
+    texts_share and the drafter the rest.
     """
 
     target: shape.Json
@@ -27,8 +27,8 @@ class Settings:
     chat_prompts: int
     new_tokens: int
     reserve_seconds: float
-    target_share: float = 0.5
-    texts_share: float = 0.16
+    target_share: float = 0.3
+    texts_share: float = 0.12
 
 
 FULL = Settings(
@@ -36,11 +36,11 @@ FULL = Settings(
     shape.DRAFTER,
     shape.TAPS,
     steps=StepSizes(tokens=24 * 2048, length=2048, held_rows=24, held_length=1024),
-    plan=Plan(batches=30, count=4096, length=320, chat_share=0.7, greedy_share=0.8),
+    plan=Plan(batches=30, count=4096, length=320, chat_share=0.85, greedy_share=0.8),
     sizes=Sizes(texts=192, anchors=32, rows=24, row_anchors=64, row_length=1024),
     chat_prompts=128,
     new_tokens=192,
-    reserve_seconds=50.0,
+    reserve_seconds=25.0,
 )
 
 MINIATURE = Settings(

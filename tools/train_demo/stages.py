@@ -20,7 +20,7 @@ from tools.train_demo.chats import Conversation
 from tools.train_demo.corpus import Corpus, render
 from tools.train_demo.decode import Texts
 from tools.train_demo.drafting import Drafter
-from tools.train_demo.fit_drafter import fit_drafter
+from tools.train_demo.fit_drafter import AGAIN_RATE, PEAK_RATE, fit_drafter
 from tools.train_demo.fit_target import Rows, fit_target, held_out_loss
 from tools.train_demo.network import Target
 from tools.train_demo.optimise import Clock
@@ -91,11 +91,11 @@ class Run:
         return self.report
 
     def _train(self, data: Corpus) -> None:
-        stop, spare = self.args.stop_after, self.left
-        target = self._timed("target", lambda: self.target(spare * self.settings.target_share))
+        stop = self.args.stop_after
+        target = self._timed("target", lambda: self.target(self.left * self.settings.target_share))
         if stop == "target":
             return
-        texts = self._timed("texts", lambda: self.texts(target, data, min(self.left * 0.5, spare * self.settings.texts_share)))
+        texts = self._timed("texts", lambda: self.texts(target, data, self.left * self.settings.texts_share))
         if stop == "texts":
             return
         drafter = self._timed("drafter", lambda: self.drafter(target, texts, self.left))
@@ -189,7 +189,8 @@ class Run:
             self.log("the drafter goes on from the export")
         clock = Clock(max(seconds, SHORTEST_STAGE))
         told: dict[str, Any] = {"before": before} if before else {}
-        told |= fit_drafter(drafter, target, texts, self.rows, clock, self.log, self.settings.sizes, not self.args.no_compile)
+        peak, quick = AGAIN_RATE if before else PEAK_RATE, not self.args.no_compile
+        told |= fit_drafter(drafter, target, texts, self.rows, clock, self.log, self.settings.sizes, quick, peak)
         told["parameters"] = sum(p.numel() for p in drafter.parameters())
         told["bytes"] = export.write_drafter(drafter, config, self.args.out / "drafter")
         self.report["drafter"] = told
