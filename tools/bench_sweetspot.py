@@ -7,8 +7,9 @@
     python tools/bench_sweetspot.py demo --streams 1 4 --policies plain tree:4 auto --seconds 0.5 --out /tmp/s.jsonl
 
 Policies: plain (no draft), chain (the drafter's top-1 chain), tree:N (a fixed tree), auto (one budget for all streams on the
-curve measured at load). They take turns at each number of streams, so that drift of the machine hits all alike. Streams
-write until the window ends and are replaced when they end. --replay takes what drafts are worth from a record instead of the
+curve measured at load). They take turns at each number of streams, so that drift of the machine hits all alike, and in a turn
+all begin with the same prompts: what is accepted varies more from prompt to prompt than from policy to policy. Streams write
+until the window ends and are replaced when they end. --replay takes what drafts are worth from a record instead of the
 model (weights that say nothing accept nothing); a drafter given as a config is then cut as the target is. The measured curve is
 written to tools/curves/NAME.json.
 """
@@ -58,9 +59,10 @@ CURVES = Path(__file__).with_name("curves")
 RESULTS = Path(__file__).with_name("results") / "sweetspot_h200.jsonl"
 PROMPTS = ROOT / "tests" / "fixtures" / "heldout_prompts.json"
 STREAMS = (1, 2, 4, 8, 10, 16, 32, 64)
-POLICIES = ("plain", "chain", "tree:3", "tree:4", "tree:7", "tree:8", "tree:16", "tree:32", "tree:64", "auto")  # 3 and 7 fill buckets
+POLICIES = ("plain", "chain", "tree:3", "tree:4", "tree:7", "tree:8", "tree:16", "tree:32", "auto")  # 3 and 7 fill buckets
 CHAIN = 7
 WARM_STEPS = 12
+TURN_PROMPTS = 41  # how far into the prompts a turn begins behind the one before
 MOST_PROMPT = 128  # tokens: prompts come in while others decode, and should not decide the figures
 REPLAY_LEN = 2048  # positions of a model whose text is replayed, unless told
 MOST_TOKENS = 512  # of a stream before another takes its place: contexts stay short and alike
@@ -165,9 +167,10 @@ class Bench:
         prompt = np.array(opened.prompts[number % len(opened.prompts)][-(engine.max_model_len // 2 - 1) :], np.int32)
         engine.submit(Request(str(number), prompt, params, seed=number), on_emission)
 
-    def measure(self, policy: str, streams: int, seconds: float) -> Window:
-        """Runs `streams` streams for so many seconds after they have all started."""
+    def measure(self, policy: str, streams: int, seconds: float, turn: int = 0) -> Window:
+        """Runs `streams` streams for so many seconds after they have all started, on the prompts of this turn."""
         window, engine = Window(), self.engine(policy)
+        self._number = itertools.count(turn * TURN_PROMPTS)
 
         def submit() -> None:
             self.submit(engine)
@@ -195,7 +198,7 @@ class Bench:
         found: dict[str, list[Window]] = {policy: [] for policy in fit}
         for turn in range(repeats):
             for policy in fit if turn % 2 == 0 else reversed(fit):
-                found[policy].append(self.measure(policy, streams, seconds))
+                found[policy].append(self.measure(policy, streams, seconds, turn))
         return {policy: _sum(windows) for policy, windows in found.items()}
 
 
@@ -309,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = parser.add_argument_group("sweep")
     group.add_argument("--streams", nargs="+", type=int, default=list(STREAMS), help="numbers of streams (default 1 … 64)")
     group.add_argument("--policies", nargs="+", default=list(POLICIES), help=f"default {' '.join(POLICIES)}")
-    group.add_argument("--seconds", type=float, default=0.7, help="window of a policy in one turn (default 0.7)")
+    group.add_argument("--seconds", type=float, default=0.5, help="window of a policy in one turn (default 0.5)")
     group.add_argument("--repeats", type=int, default=2, help="turns (default 2)")
     group.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON list or text file (default: the held-out questions)")
     group.add_argument("--replay", type=Path, metavar="NPZ", help="trace file that says what is accepted, see tools/replay.py")

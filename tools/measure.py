@@ -96,11 +96,11 @@ STEPS = (
     Step("sanitizer", "sanitizer_h200", 300, ("tools/sanitize.py",), (KERNELS,)),
     Step("serve", "serve_h200", 40, ("tools/bench_serve_gpu.py",), ("server", "runtime", "model/demo")),
     Step(
-        "sweetspot", "sweetspot_h200", 180,
+        "sweetspot", "sweetspot_h200", 110,
         ("tools/bench_sweetspot.py", "demo", "--curve", "h200-demo", "--curves", "{out}"), ("runtime", "model/demo"),
     ),
     Step(
-        "sweetspot6", "sweetspot_h200", 210,
+        "sweetspot6", "sweetspot_h200", 150,
         ("tools/bench_sweetspot.py", *k26(6), *DRAFTER, "--replay", "tests/fixtures/draft_traces.npz",
          "--curve", "h200-k26-6", "--curves", "{out}"),
         ("runtime", "tests/fixtures/draft_traces.npz"),

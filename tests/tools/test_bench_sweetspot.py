@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from model.tiny import make_tiny
 from runtime import loading, measure
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
+from runtime.engine import Engine
 from runtime.load_config import LoadConfig
 from runtime.speculate import NoSpeculation, TreeSpeculation
-from runtime.types import DraftLogits
+from runtime.types import DraftLogits, Request
 from tests.language import make_request, scattered
 from tests.scripted import ScriptedExecutor, make_engine, run_all
 from tools import bench_sweetspot
@@ -76,9 +78,17 @@ def test_the_command_measures_every_policy(tmp_path: Path, monkeypatch: pytest.M
     model, out, prompts = make_tiny(tmp_path / "tiny"), tmp_path / "s.jsonl", tmp_path / "p.txt"
     prompts.write_text("abc\nde\n")
     out.write_text(json.dumps({"curve": "other"}) + "\n")
+    firsts, submit = dict[int, int](), bench_sweetspot.Engine.submit
+
+    def noting(engine: Engine, request: Request, *rest: Any) -> None:
+        firsts.setdefault(engine, request.seed)
+        submit(engine, request, *rest)
+
+    monkeypatch.setattr(bench_sweetspot.Engine, "submit", noting)
     common = [str(model), "--curve", "tiny", "--curves", str(tmp_path), "--out", str(out), "--prompts", str(prompts), "--repeats", "2"]
     argv = [*common, "--streams", "1", "3", "--seconds", "0.05", "--policies", "plain", "chain", "tree:2", "tree:5", "auto"]
     assert bench_sweetspot.main(argv) == 0
+    assert list(firsts.values())[-20:] == 2 * (5 * [0] + 5 * [41]), "in a turn all policies meet the same prompts"
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert lines[0] == {"curve": "other"} and len(lines) == 1 + 2 * 6, "five policies and the best tree, at two numbers of streams"
     for line in lines[1:]:
