@@ -13,31 +13,47 @@ from functools import partial
 
 import numpy as np
 
-from runtime.budget import Allocation, Calibration, Cells, allocate, caps_mask, find_cells, prune, stream_weights
+from runtime.budget import F64, Allocation, Calibration, Cells, allocate, caps_mask, find_cells, prune, stream_weights
 from runtime.clock import StepClock
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
 from runtime.executor import Executor, begin_draft
-from runtime.flight import Flight
+from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove
 from runtime.outlook import Outlook
-from runtime.price import Price
+from runtime.price import Price, Prices
 from runtime.speculate import Load, NoSpeculation, Root, Roots, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
-from runtime.types import I32, Bools, DraftLogits
+from runtime.types import I32, Array, Bools, DraftLogits
 from runtime.width import Width
 
 MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms, so that is rare (runtime/width.py)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What a choice is bound to: [B] columns of its roots, and what steps cost."""
+
+    ids: list[str]
+    caps: Array  # nodes
+    depth: Array
+    bounded: bool  # by either
+    weight: Array
+    width: int  # nodes that trees are grown to
+    most: int  # nodes in all
+    price: Price
+    prices: Prices
+
+
+@dataclass(frozen=True, slots=True)
 class _Proposed:
     """One step's offer, until its outcome is known."""
 
-    roots: list[str]
+    terms: _Terms
     forest: Forest
     cells: Cells
+    value: F64  # [B, N]
     allocation: Allocation
 
 
@@ -74,7 +90,10 @@ class BudgetSpeculation:
         self._executor = executor
         self._top_k = config.draft_top_k
         self._clock = StepClock(curve)
-        self._proposed: _Proposed | None = None
+        self._proposed: _Proposed | None = None  # of the step that is being made
+        self._unseen: _Proposed | None = None  # of the last one, until outlook and width have heard of it
+        self._last: DraftLogits | None = None
+        self._rehearsal = Rehearsal()
         self._lessons: list[tuple[_Proposed, Mapping[str, Verified]]] = []  # of steps that calibration has not heard of
 
     def before_step(self, load: Load, stats: EngineStats) -> None:
@@ -87,6 +106,7 @@ class BudgetSpeculation:
         decoding = max(load.decoding, len(roots))
         price = Price(self.curve, decoding, load.prompt, load.limit, load.reserved, load.ctx)
         with stats.stage("plan"):
+            self._look_back()
             pays = self.outlook.pays(price, base=decoding, streams=len(roots), most=most)
         if not pays:
             write_taps(self._executor, taps, stats)
@@ -94,40 +114,64 @@ class BudgetSpeculation:
         with stats.stage("draft"):
             plan = make_draft_plan(roots, taps)
             flight = Flight(begin_draft(self._executor, plan), stats)
+            choose = partial(self._choose, plan.root, self._terms(roots, price, most))
 
         def trees() -> Grove:
+            last = self._last if self._last is not None and len(self._last.ids) == len(roots) else None
             with stats.stage("draft"):
-                logits = flight.land()
+                logits = self._last = flight.land(self._rehearsal, None if last is None else partial(choose, last))
             self._clock.count_draft(len(roots), stats)
             with stats.stage("grow"):
-                return self._grow(roots, plan.root, logits, price, most)
+                self._proposed, grove = choose(logits)
+            return grove
 
         return trees
 
-    def _grow(self, roots: Sequence[Root], tokens: I32, logits: DraftLogits, price: Price, most: int) -> Grove:
+    def _terms(self, roots: Sequence[Root], price: Price, most: int) -> _Terms:
+        """What can be known of a choice before its draft has landed."""
+        caps = np.array([root.most or root.nodes for root in roots])
+        depth = np.array([root.depth for root in roots])
+        width = min(int(caps.max()), self.width.next())
+        return _Terms(
+            ids=[root.id for root in roots],
+            caps=caps,
+            depth=depth,
+            bounded=bool(caps.min() < width or depth.min() < self.depth),
+            weight=np.array([root.weight for root in roots]),
+            width=width,
+            most=most,
+            price=price,
+            prices=price.table(min(len(roots) * width, most), len(roots)),
+        )
+
+    def _choose(self, tokens: I32, terms: _Terms, logits: DraftLogits) -> tuple[_Proposed, Grove]:
+        """The nodes to verify. Nothing is kept here, so that it can be rehearsed."""
         if self._top_k is not None:
             logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
-        caps = np.array([root.most or root.nodes for root in roots])
-        grown = min(int(caps.max()), self.width.next())
-        forest = grow_forest(logits, tokens, grown, self.depth)
+        forest = grow_forest(logits, tokens, terms.width, self.depth)
         cells = find_cells(forest)
         value = self.calibration.values(forest, cells)
-        usable = caps_mask(forest, caps, np.array([root.depth for root in roots]))
-        value = np.where(usable, value, 0.0)
-        self.outlook.observe(value)
+        if terms.bounded:
+            value = value * caps_mask(forest, terms.caps, terms.depth)
         found = allocate(
             value,
-            usable,
-            price,
-            base=float(price.roots),
-            drafted=len(roots),
-            weights=stream_weights(value, np.array([root.weight for root in roots])),
-            most=most,
+            terms.price,
+            base=float(terms.price.roots),
+            drafted=len(tokens),
+            weights=stream_weights(value, terms.weight) if len(tokens) > 1 else None,
+            most=terms.most,
+            prices=terms.prices,
         )
-        self.outlook.settle(price, price.roots, found.expected, found.seconds)
-        self.width.observe(int(found.nodes.max()), grown)
-        self._proposed = _Proposed([root.id for root in roots], forest, cells, found)
-        return prune(forest, found.kept)
+        return _Proposed(terms, forest, cells, value, found), prune(forest, found.kept)
+
+    def _look_back(self) -> None:
+        """What the last draft was worth says whether to make the next one, and how wide."""
+        seen, self._unseen = self._unseen, None
+        if seen is not None:
+            found, price = seen.allocation, seen.terms.price
+            self.outlook.observe(seen.value)
+            self.outlook.settle(price, price.roots, found.expected, found.seconds)
+            self.width.observe(int(found.nodes.max()), seen.terms.width)
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         """Learns from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
@@ -149,10 +193,11 @@ class BudgetSpeculation:
         )
         if self._proposed is not None:
             self._lessons.append((self._proposed, verified))
-            self._proposed = None
+            self._unseen, self._proposed = self._proposed, None
 
     def learn(self) -> None:
-        """Calibrates acceptance."""
+        """Calibrates acceptance, and looks back at what the draft was worth."""
+        self._look_back()
         lessons, self._lessons = self._lessons, []
         for proposed, verified in lessons:
             kept, accepted = _outcome(proposed, verified)
@@ -163,7 +208,7 @@ def _outcome(proposed: _Proposed, verified: Mapping[str, Verified]) -> tuple[Boo
     """Nodes that were verified and nodes that were accepted, [B, N]: the scheduler may have cut a tree or left a stream out."""
     kept = proposed.allocation.kept
     number = np.cumsum(kept, axis=1)  # of a kept node in the tree that was verified, the root 0
-    seen = [verified.get(id) for id in proposed.roots]
+    seen = [verified.get(id) for id in proposed.terms.ids]
     nodes = np.array([v.nodes if v is not None and v.sound else 0 for v in seen])
     taken = np.zeros((len(kept), kept.shape[1] + 1), np.bool_)
     for b, v in enumerate(seen):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.grove import Grove
-from runtime.price import Price
+from runtime.price import Price, Prices
 from runtime.tree import Forest
 from runtime.types import I64, Array, Bools
 
@@ -28,6 +28,8 @@ DEPTHS = 16  # deeper nodes share the last row
 BINS = 12  # of probability: 4 sqrt(-log p), so 0.94, 0.78, 0.57, 0.37, 0.21, 0.11 … 0.0005 are edges
 STRENGTH = 8.0  # expected acceptances that the prior is worth
 EASE_NODES, EASE = 8, 0.3
+FIRST_CELL = np.maximum(np.arange(DEPTHS + 1) - 1, 0) * 2 * BINS  # of a depth
+CERTAIN = 1.0 - 2.0**-40  # at most: a child is then below its parent, however their products were rounded
 MEMORY = 20_000.0  # trees over which a cell forgets: a day of one user, minutes of a busy server
 
 
@@ -44,45 +46,46 @@ class Allocation:
 
 def allocate(
     value: F64,
-    usable: Bools,
     price: Price,
     *,
     base: float,
     drafted: int,
     weights: Array | None = None,
     most: int | None = None,
+    prices: Prices | None = None,
 ) -> Allocation:
     """Chooses the nodes of one step over all streams.
 
-    value: [B, N] chance that node j + 1 of stream b is accepted, never above its parent's, in [0, 1]. usable: [B, N] nodes
-    that exist and are within their stream's cap on nodes and depth, closed under parents. base: tokens (times weight)
-    that come without any node. drafted: streams whose draft has been paid. weights: [B] what a token of a stream is worth
-    (default 1), above 0. most: most nodes in all; the room of the price bounds them too. Ties in rate go to fewer nodes, ties
-    in value to the lower stream, then the lower node.
+    value: [B, N] chance that node j + 1 of stream b is accepted, never above its parent's, in [0, 1]; 0 where there is no such
+    node, or none within the stream's caps on nodes and depth. base: tokens (times weight) that come without any node. drafted:
+    streams whose draft has been paid. weights: [B] what a token of a stream is worth (default 1), above 0. most: most nodes in
+    all; the room of the price bounds them too. prices: `price.table` of min(B N, most) and drafted, if at hand. Ties in rate go
+    to fewer nodes, ties in value to the lower stream, then the lower node.
     Scans every n that can win: `Price.counts`.
     """
     worth = value if weights is None else value * np.asarray(weights, np.float64)[:, None]
-    worth = np.where(usable, worth, 0.0)
-    flat = worth.ravel()
-    falling = np.sort(flat)[::-1]
-    positive = len(falling) - int(np.searchsorted(falling[::-1], 0.0, side="right"))
-    counts = price.counts(positive if most is None else min(positive, most))
-    gain = np.concatenate([[0.0], np.cumsum(falling[: int(counts[-1])])])
-    seconds = price.seconds(counts, drafted)
-    best = int(np.argmax((base + gain[counts]) / seconds))
-    total = int(counts[best])
-    kept = _first(worth, falling, total)
-    return Allocation(kept, np.count_nonzero(kept, axis=1), total, float(value[kept].sum()), float(seconds[best]))
+    rising = np.sort(worth, axis=None)
+    positive = len(rising) - int(rising.searchsorted(0.0, side="right"))
+    if prices is None or prices.counts[-1] > positive:
+        prices = price.table(positive if most is None else min(positive, most), drafted)
+    gain = np.zeros(int(prices.counts[-1]) + 1)
+    rising[::-1][: len(gain) - 1].cumsum(out=gain[1:])
+    gain += base
+    best = int((gain.take(prices.counts) / prices.seconds).argmax())
+    total = int(prices.counts[best])
+    kept = _first(worth, float(rising[-total]), total) if total else np.zeros(worth.shape, np.bool_)
+    expected = float((value * kept).sum())
+    return Allocation(kept, np.add.reduce(kept, axis=1, dtype=np.int64), total, expected, float(prices.seconds[best]))
 
 
-def _first(worth: F64, falling: F64, total: int) -> Bools:
-    """The `total` nodes of greatest worth, [B, N]; equal ones by stream, then node, which keeps parents before children."""
-    if total == 0:
-        return np.zeros(worth.shape, np.bool_)
-    limit = falling[total - 1]
-    kept: Bools = worth > limit
-    tied = np.flatnonzero(worth.ravel() == limit)
-    kept.ravel()[tied[: total - int(np.count_nonzero(kept))]] = True
+def _first(worth: F64, limit: float, total: int) -> Bools:
+    """The `total` nodes of greatest worth, the last of which is `limit`, [B, N]; equal ones by stream, then node, which keeps
+    parents before children."""
+    kept: Bools = worth >= limit
+    over = int(np.count_nonzero(kept)) - total
+    if over:
+        tied = (worth.ravel() == limit).nonzero()[0]
+        kept.ravel()[tied[len(tied) - over :]] = False
     return kept
 
 
@@ -93,15 +96,16 @@ def ease_weights(value: F64) -> F64:
     tools/results/sweetspot_sim.jsonl this is worth 0.2 % on average (-0.6 to +0.9 %), most at 64 streams past saturation. On
     the other half of the texts 0.3 to 0.6 differed by 0.5 %, and 1.0 lost 2.5 % at 16 streams.
     """
-    ease = (1.0 + value[:, :EASE_NODES].sum(axis=1)) ** -EASE
-    weights: F64 = ease / ease.mean() if len(ease) else ease
-    return weights
+    return stream_weights(value, 1.0)
 
 
-def stream_weights(value: F64, asked: Array) -> F64:
+def stream_weights(value: F64, asked: Array | float) -> F64:
     """[B] weights of mean 1: ease times what the requests ask for, [B] above 0. One stream alone weighs 1 whatever it asks."""
-    weights: F64 = ease_weights(value) * np.asarray(asked, np.float64)
-    return weights / weights.mean() if len(weights) else weights
+    if len(value) < 2:
+        return np.ones(len(value))
+    weights: F64 = (1.0 + value[:, :EASE_NODES].sum(axis=1)) ** -EASE * asked
+    weights /= weights.sum() / len(weights)
+    return weights
 
 
 def caps_mask(forest: Forest, nodes: Array, depth: Array) -> Bools:
@@ -114,12 +118,18 @@ def caps_mask(forest: Forest, nodes: Array, depth: Array) -> Bools:
 
 def prune(forest: Forest, kept: Bools) -> Grove:
     """The kept nodes of each stream under its root, renumbered in the forest's order; kept [B, N] is closed under parents."""
-    with_root = np.concatenate([np.ones((len(kept), 1), np.bool_), kept], axis=1)
-    number = (np.cumsum(with_root, axis=1) - 1).astype(np.int16)
-    stream, node = np.nonzero(with_root)  # in order of streams, so that a stream's nodes are a slice
-    token, above, depth = forest.token[stream, node], forest.parent[stream, node], forest.depth[stream, node]
-    parent = np.where(above < 0, above, number[stream, np.maximum(above, 0)])
-    return Grove(token, parent, depth, np.count_nonzero(with_root, axis=1).tolist())
+    streams, width = forest.token.shape
+    with_root = np.ones((streams, width), np.bool_)
+    with_root[:, 1:] = kept
+    sizes, chosen = np.add.reduce(with_root, axis=1, dtype=np.int64), with_root.ravel().nonzero()[0]
+    roots = sizes.cumsum() - sizes
+    number = with_root.cumsum(dtype=np.int64)  # of all streams together, from 1
+    number -= (roots + 1).repeat(width)
+    token, above, depth = forest.token.take(chosen), forest.parent.take(chosen), forest.depth.take(chosen)
+    above[roots] = 0
+    parent = number.take(above + (np.arange(streams) * width).repeat(sizes)).astype(np.int16)
+    parent[roots] = -1
+    return Grove(token, parent, depth, sizes.tolist())
 
 
 class Calibration:
@@ -135,6 +145,7 @@ class Calibration:
     def __init__(self) -> None:
         self.promised: F64 = np.zeros((DEPTHS, 2, BINS))
         self.accepted: F64 = np.zeros((DEPTHS, 2, BINS))
+        self._flat: F64 | None = None  # of ratio, until the next lesson
 
     @property
     def ratio(self) -> F64:
@@ -143,16 +154,19 @@ class Calibration:
         return found
 
     def values(self, forest: Forest, cells: Cells | None = None) -> F64:
-        """[B, N] chance that each node (root left out) is accepted; never above its parent's. 0 past a stream's size."""
+        """[B, N] chance that each node (root left out) is accepted; below its parent's. 0 past a stream's size."""
         cells = cells or find_cells(forest)
-        chance = np.ones(forest.key.shape)
-        chance[:, 1:] = np.minimum(cells.own * self.ratio.ravel()[cells.cell], 1.0)
-        flat, width = chance.reshape(-1), forest.key.shape[1]
-        above = (np.arange(len(forest.size))[:, None] * width + forest.parent).ravel()
-        for depth in range(1, int(forest.depth.max(initial=0)) + 1):  # level by level: a product with at most 1 never rises
-            nodes = np.flatnonzero(forest.depth == depth)
-            flat[nodes] *= flat[above[nodes]]
-        return np.where(np.arange(1, width) <= forest.size[:, None], chance[:, 1:], 0.0)
+        if self._flat is None:
+            self._flat = self.ratio.ravel()
+        chance = self._flat.take(cells.cell)
+        chance *= cells.own
+        np.minimum(chance, CERTAIN, out=chance)
+        chance[:, 0] = 1.0
+        leap, deepest = cells.above, int(forest.depth.max(initial=0))
+        for _ in range((deepest - 1).bit_length() if deepest else 0):  # twice as far up each time; above the root there is the root, 1
+            chance *= chance.take(leap)
+            leap = leap.take(leap)
+        return chance[:, 1:]
 
     def observe(self, forest: Forest, kept: Bools, accepted: Bools, cells: Cells | None = None) -> None:
         """Counts verified nodes whose parent was accepted. kept, accepted: [B, N], accepted within kept."""
@@ -163,31 +177,40 @@ class Calibration:
         up = np.maximum(forest.parent[stream, node + 1], 0)
         tried = (up == 0) | accepted[stream, up - 1]
         stream, node = stream[tried], node[tried]
-        cell = cells.cell[stream, node]
+        cell = cells.cell[stream, node + 1]
         fade = (1.0 - 1.0 / MEMORY) ** len(kept)
-        for table, weight in ((self.promised, cells.own[stream, node]), (self.accepted, accepted[stream, node])):
+        for table, weight in ((self.promised, cells.own[stream, node + 1]), (self.accepted, accepted[stream, node])):
             table *= fade
             table += np.bincount(cell, weight, table.size).reshape(table.shape)
+        self._flat = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Where calibration counts the nodes of a forest, roots left out."""
+    """Where calibration counts the nodes of a forest, and what is above them; a root's cell and chance mean nothing."""
 
-    cell: I64  # [B, N] flat
-    own: F64  # [B, N] probability that the drafter gives the node's token
+    cell: I64  # [B, N + 1] flat
+    own: F64  # [B, N + 1] probability that the drafter gives the node's token; 0 past a stream's size
+    above: I64  # [B, N + 1] the parent's place among all B (N + 1), a root's own
 
 
 def find_cells(forest: Forest) -> Cells:
     """The cells of a forest's nodes; a step needs them twice, before and after."""
     streams, width = forest.key.shape
-    up = np.maximum(forest.parent[:, 1:], 0) + (np.arange(streams) * width)[:, None]
-    exists = np.arange(1, width) <= forest.size[:, None]
-    cost = np.where(exists, np.maximum(forest.key.take(up) - forest.key[:, 1:], 0.0), np.inf)
-    level = np.minimum(np.sqrt(cost) * 4.0, BINS - 1).astype(np.int64)
-    depth = np.where(exists, np.minimum(np.maximum(forest.depth[:, 1:], 1), DEPTHS) - 1, 0)
-    off = ~_on_spine(forest).take(up)
-    return Cells((depth * 2 + off) * BINS + level, np.exp(-cost))
+    above = np.maximum(forest.parent, 0) + np.arange(0, streams * width, width)[:, None]
+    key, missing = forest.key, None
+    if int(forest.size.min(initial=width)) < width - 1:
+        missing = np.arange(width) > forest.size[:, None]
+        key = np.where(missing, 0.0, key)
+    cost = key.take(above) - key
+    if missing is not None:
+        cost[missing] = np.inf
+    level = np.sqrt(cost)
+    level *= 4.0
+    cell = np.minimum(level, BINS - 1, out=level).astype(np.int64)
+    cell += FIRST_CELL.take(forest.depth, mode="clip")
+    cell += BINS * ~_on_spine(forest).take(above)
+    return Cells(cell, np.exp(np.negative(cost, out=cost)), above)
 
 
 def _on_spine(forest: Forest) -> Bools:

@@ -15,6 +15,14 @@ UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """What can be best: node counts, rising from 0 to the most that there are, and the seconds of a step with so many."""
+
+    counts: I64
+    seconds: F64
+
+
+@dataclass(frozen=True, slots=True)
 class Price:
     """Seconds of a step of `roots` decoding streams by its draft nodes, prompt rows on the same curve.
 
@@ -56,6 +64,11 @@ class Price:
         fit = self.curve.buckets - rows
         edges = fit[(fit > 0) & (fit < free)]
         return np.concatenate([[0], edges, np.arange(free if free else 1, most + 1)]).astype(np.int64)
+
+    def table(self, most: int, drafted: int) -> Prices:
+        """Counts up to `most` and their seconds: 15 us that a draft in flight hides."""
+        counts = self.counts(most)
+        return Prices(counts, self.seconds(counts, drafted))
 
     def seconds(self, nodes: I64 | int, drafted: int) -> F64:
         """overhead + T_d(drafted) + the streams' part of T, for each count of nodes up to `most`."""

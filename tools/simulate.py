@@ -127,7 +127,7 @@ class Replay:
             value = calibration.values(forest) if calibrated else self.grown.value[at]
             outlook.observe(value)
             weights = ease_weights(value) if eased else None
-            found = allocate(value, self.grown.exists[at], price, base=streams, drafted=streams, weights=weights)
+            found = allocate(value, price, base=streams, drafted=streams, weights=weights)
             outlook.settle(price, streams, found.expected, found.seconds)
             last = (forest, at, found.kept) if calibrated else None
             return found
@@ -146,7 +146,7 @@ class Replay:
             falls = np.flatnonzero(np.diff(rate) <= 0)
             room = int(falls[0]) if len(falls) else most
             flat = CostCurve((1 << 20,), (1.0,), key=self.curve.key)  # takes all that it may
-            return allocate(self.grown.value[at], self.grown.exists[at], Price(flat, streams), base=streams, drafted=0, most=room)
+            return allocate(self.grown.value[at], Price(flat, streams), base=streams, drafted=0, most=room)
 
         return self.adaptive(streams, "first-descent", choose)
 
@@ -155,7 +155,7 @@ class Replay:
         path = self.grown.on_path.astype(np.float64)
 
         def choose(at: I64) -> Allocation | None:
-            best = allocate(path[at], self.grown.exists[at], Price(self.curve, streams), base=streams, drafted=streams)
+            best = allocate(path[at], Price(self.curve, streams), base=streams, drafted=streams)
             plain = streams / self.curve.step_seconds(streams, 0)
             return best if (streams + best.expected) / best.seconds > plain else None
 

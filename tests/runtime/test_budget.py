@@ -76,7 +76,7 @@ def test_no_other_n_is_better(seed: int, streams: int, nodes: int, curve: CostCu
     forest = forest_of(seed, streams, nodes)
     value, usable = offers(forest)
     rows = streams + prompt
-    found = allocate(value, usable, Price(curve, rows), base=streams, drafted=streams, most=most)
+    found = allocate(value, Price(curve, rows), base=streams, drafted=streams, most=most)
     most = max(0, min(most, int(curve.buckets[-1]) - rows))
     rate, n = every_n(value, curve, rows, streams, streams, most)
     assert rate_of(found, streams) == pytest.approx(rate, rel=1e-9)
@@ -99,18 +99,17 @@ def test_no_other_subset_is_better() -> None:
             kept = np.array(picks).reshape(2, 4)
             if closed(forest, kept) and not (kept & ~usable).any():
                 best = max(best, (2 + value[kept].sum()) / curve.step_seconds(2 + int(kept.sum()), 2))
-        assert rate_of(allocate(value, usable, Price(curve, 2), base=2, drafted=2), 2) == pytest.approx(best)
+        assert rate_of(allocate(value, Price(curve, 2), base=2, drafted=2), 2) == pytest.approx(best)
 
 
 def test_the_second_optimum_is_found() -> None:
     """Concave first, then flat: the rate falls after a few nodes and rises past it far behind. First descent stays small."""
     value = np.concatenate([[0.9, 0.8], np.full(60, 0.35)])[None]
-    usable = np.ones_like(value, bool)
     edges = tuple(range(1, 65))
     curve = step_curve(edges, tuple(1.0 + 0.45 * min(m - 1, 9) for m in edges))
     rates = [(1 + value[0, :n].sum()) / float(curve.step(1 + n)) for n in range(63)]
     first = next(n for n in range(62) if rates[n + 1] <= rates[n])
-    found = allocate(value, usable, Price(curve, 1), base=1, drafted=1)
+    found = allocate(value, Price(curve, 1), base=1, drafted=1)
     assert found.total == 62 and rates[62] > rates[first] * 1.2
     assert first <= 2, "mutation: stopping at the first descent keeps two nodes"
 
@@ -118,39 +117,39 @@ def test_the_second_optimum_is_found() -> None:
 def test_a_bucket_is_filled_and_the_next_not_begun() -> None:
     value = np.full((1, 40), 0.05)
     curve = step_curve((8, 16, 64), (1.0, 1.02, 4.0))
-    found = allocate(value, np.ones_like(value, bool), Price(curve, 4), base=4, drafted=0)
+    found = allocate(value, Price(curve, 4), base=4, drafted=0)
     assert found.total == 12, "16 rows: nodes inside a bucket cost nothing, the 17th row costs 3 s"
-    assert allocate(value, np.ones_like(value, bool), Price(curve, 4), base=4, drafted=0, most=3).total == 3
+    assert allocate(value, Price(curve, 4), base=4, drafted=0, most=3).total == 3
     value[0, 2:] = 0.0
-    assert allocate(value, np.ones_like(value, bool), Price(curve, 4), base=4, drafted=0).total == 2, "worthless nodes fill no bucket"
+    assert allocate(value, Price(curve, 4), base=4, drafted=0).total == 2, "worthless nodes fill no bucket"
 
 
 def test_plain_decoding_is_legal() -> None:
-    value, usable = offers(forest_of(3, 4, 8))
+    value, _ = offers(forest_of(3, 4, 8))
     dear = step_curve((4, 64), (1.0, 50.0))
-    found = allocate(value, usable, Price(dear, 4), base=4, drafted=4)
+    found = allocate(value, Price(dear, 4), base=4, drafted=4)
     assert found.total == 0 and not found.kept.any() and found.expected == 0.0 and found.nodes.tolist() == [0] * 4
     for empty in (np.zeros((3, 0)), np.zeros((0, 5)), np.zeros((2, 4))):
-        assert allocate(empty, empty > 0, Price(dear, 3), base=3, drafted=3).total == 0
+        assert allocate(empty, Price(dear, 3), base=3, drafted=3).total == 0
 
 
 def test_weights_move_nodes_between_streams() -> None:
     forest = forest_of(11, 3, 20)
-    value, usable = offers(forest)
+    value, _ = offers(forest)
     curve = step_curve((3, 15, 100), (1.0, 1.1, 90.0))
-    even = allocate(value, usable, Price(curve, 3), base=3, drafted=3)
-    tilted = allocate(value, usable, Price(curve, 3), base=5, drafted=3, weights=np.array([1.0, 3.0, 1.0]))
+    even = allocate(value, Price(curve, 3), base=3, drafted=3)
+    tilted = allocate(value, Price(curve, 3), base=5, drafted=3, weights=np.array([1.0, 3.0, 1.0]))
     assert even.total == tilted.total == 12
     assert tilted.nodes[1] > even.nodes[1] and closed(forest, tilted.kept)
     assert tilted.expected < even.expected, "tokens are counted without weights"
-    assert (allocate(value, usable, Price(curve, 3), base=6, drafted=3, weights=np.full(3, 2.0)).kept == even.kept).all()
+    assert (allocate(value, Price(curve, 3), base=6, drafted=3, weights=np.full(3, 2.0)).kept == even.kept).all()
 
 
 def test_caps_hold_and_their_nodes_go_to_others() -> None:
     forest = forest_of(5, 3, 30)
     value, _ = offers(forest)
     usable = caps_mask(forest, np.array([2, 0, 99]), np.array([9, 9, 1]))
-    found = allocate(value, usable, Price(step_curve((3, 1000), (1.0, 1.001)), 3), base=3, drafted=3)
+    found = allocate(np.where(usable, value, 0.0), Price(step_curve((3, 1000), (1.0, 1.001)), 3), base=3, drafted=3)
     assert found.nodes[0] == 2 and found.nodes[1] == 0
     assert (forest.depth[2, 1:][found.kept[2]] == 1).all() and closed(forest, found.kept)
 
@@ -158,10 +157,10 @@ def test_caps_hold_and_their_nodes_go_to_others() -> None:
 def test_ties_go_to_the_lower_stream_and_node() -> None:
     value = np.array([[0.5, 0.25, 0.25], [0.5, 0.5, 0.25]])
     curve = step_curve((2, 5, 99), (1.0, 1.01, 99.0))
-    kept = allocate(value, np.ones_like(value, bool), Price(curve, 2), base=2, drafted=0).kept
+    kept = allocate(value, Price(curve, 2), base=2, drafted=0).kept
     assert kept.tolist() == [[True, False, False], [True, True, False]]
     curve = step_curve((2, 6, 99), (1.0, 1.01, 99.0))
-    kept = allocate(value, np.ones_like(value, bool), Price(curve, 2), base=2, drafted=0).kept
+    kept = allocate(value, Price(curve, 2), base=2, drafted=0).kept
     assert kept.tolist() == [[True, True, False], [True, True, False]]
 
 
@@ -173,8 +172,7 @@ def test_pruned_trees_are_sound(seed: int, streams: int, nodes: int) -> None:
     calibration.accepted += np.random.default_rng(seed).uniform(0, 90, calibration.accepted.shape)
     calibration.promised += 50.0
     value = calibration.values(forest)
-    _, usable = offers(forest)
-    found = allocate(value, usable, Price(step_curve((streams + nodes // 2 + 1, 999), (1.0, 9e9)), streams), base=streams, drafted=streams)
+    found = allocate(value, Price(step_curve((streams + nodes // 2 + 1, 999), (1.0, 9e9)), streams), base=streams, drafted=streams)
     assert closed(forest, found.kept), "calibrated values fall along every path, so any threshold is closed"
     for b, tree in enumerate(prune(forest, found.kept)):
         check_tree(tree)
@@ -245,8 +243,8 @@ def test_ease_weights_favour_slow_streams_and_keep_the_mean() -> None:
 def test_64_streams_of_1023_nodes_take_as_long_as_four_sums() -> None:
     """0.55 ms on an EPYC, as `sums`; sorting the 65,472 values in Python takes eight times that."""
     forest = forest_of(0, 64, 1023, depth=7, choices=16, sharp=0.3)
-    value, usable = offers(forest)
+    value, _ = offers(forest)
     edges = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
     curve = step_curve(edges, tuple(float(np.log1p(m)) for m in edges))
-    assert ratio(lambda: allocate(value, usable, Price(curve, 64), base=64, drafted=64), lambda: sums(value)) < 4
+    assert ratio(lambda: allocate(value, Price(curve, 64), base=64, drafted=64), lambda: sums(value)) < 4
     assert ratio(lambda: sorted(value.ravel().tolist()), lambda: sums(value), rounds=1) > 4, "mutation"

@@ -44,7 +44,7 @@ def test_a_displaced_prompt_row_is_paid_later() -> None:
 
 def chosen(price: Price, value: float = 0.3, nodes: int = 60) -> int:
     offered = np.full((price.roots, nodes), value)
-    return allocate(offered, np.ones_like(offered, bool), price, base=price.roots, drafted=price.roots).total
+    return allocate(offered, price, base=price.roots, drafted=price.roots).total
 
 
 def test_a_long_prompt_beside_decoding_streams() -> None:
