@@ -12,7 +12,6 @@ Source: arXiv 2604.12989 (DDTree), propositions 1 to 3.
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.candidates import Candidates, candidates
 from runtime.grove import Grove
 from runtime.types import I16, I32, I64, Array, Bools, DraftLogits, DraftTree
 
 F64 = NDArray[np.float64]
 Node = tuple[int, int, int, float]  # token, parent, depth, key
 
-# Above this many candidates a stream the heap wins. At D 7, K 16: 285 hold every tree of 16 nodes (32 streams: 0.11 ms,
-# heap 0.5), 5,259 those of 64 (64 streams: 1.1 ms, heap 3.4), 19,050 those of 128 (64 streams: 4.2 ms, heap 6.7).
-MAX_CANDIDATES = 20_000
 # From this many of all streams together, only those within a bound are looked at: 80 of 5,259 for each of 64 streams of 64 nodes, which
 # then grow in 0.9 ms, not 2.2.
 MANY_CANDIDATES = 30_000
-SORTED = 64  # up to so many of a stream are sorted whole: 10 us for 8 streams of 38, 23 where the best are parted from the others first
 MAX_NODES = 2**15 - 2  # without the root: DraftTree.parent is i16
 
 
@@ -54,10 +50,11 @@ class Forest:
     def cut(self, budget: Array) -> Grove:
         """Returns each stream's first min(budget[b], size[b]) nodes under its root; budget: [B] int."""
         lengths = np.minimum(budget, self.size) + 1
-        if (lengths == self.token.shape[1]).all():
-            return Grove(self.token.ravel(), self.parent.ravel(), self.depth.ravel(), lengths.tolist())
+        sizes = lengths.tolist()
+        if min(sizes, default=0) == self.token.shape[1]:
+            return Grove(self.token.ravel(), self.parent.ravel(), self.depth.ravel(), sizes)
         kept = np.arange(self.token.shape[1]) < lengths[:, None]
-        return Grove(self.token[kept], self.parent[kept], self.depth[kept], lengths.tolist())
+        return Grove(self.token[kept], self.parent[kept], self.depth[kept], sizes)
 
 
 def grow(logits: DraftLogits, root: I32, budget: int | Sequence[int], max_depth: int | Sequence[int] | None = None) -> Grove:
@@ -67,7 +64,7 @@ def grow(logits: DraftLogits, root: I32, budget: int | Sequence[int], max_depth:
     the root, one for all streams or one each, likewise max_depth; 0 gives the root alone. A tree holds fewer nodes when
     K and D do not offer as many, or when the rest has probability 0 (log-probability -inf or NaN).
     Raises ValueError on shapes that disagree or a negative budget.
-    Cost: O(B n log n) over the candidates of `_candidates`. Source: arXiv 2604.12989, algorithm 1.
+    Cost: O(B n log n) over the candidates of `runtime.candidates`. Source: arXiv 2604.12989, algorithm 1.
     """
     budgets = _budgets(budget, len(root))
     return grow_forest(logits, root, int(budgets.max(initial=0)), max_depth).cut(budgets)
@@ -89,10 +86,11 @@ def grow_forest(logits: DraftLogits, root: I32, budget: int, max_depth: int | Se
     # not sorted by K counts as its likelier neighbour, and nothing grows behind a NaN: any input gives a sound tree.
     # Ranks and depths past the budget are in no tree of its size.
     depth, choices = min(depth, budget), min(choices, budget)
-    cost = np.maximum.accumulate(np.maximum(-logp[:, :depth, :choices].astype(np.float64), 0.0), axis=2)
+    cost = np.negative(logp[:, :depth, :choices], dtype=np.float64)
+    np.maximum.accumulate(np.maximum(cost, 0.0, out=cost), axis=2, out=cost)
     if limit.ndim:
         cost[np.arange(depth) >= limit[:, None]] = np.inf
-    table = _candidates(budget, depth, choices)
+    table = candidates(budget, depth, choices)
     if table is None:
         return _stack(root, [_grow_heap(ids[b], cost[b], budget) for b in range(streams)])
     forest = None
@@ -163,91 +161,41 @@ def check_tree(tree: DraftTree) -> None:
             raise ValueError(f"draft tree: nodes {twin} and {t} are both token {token[t]} under node {parent[t]}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """Every prefix that some log-probabilities put into a tree of `budget` nodes, in the order of rank tuples."""
-
-    places: I64 | None  # [L, C] of its ranks' costs in the table that `_score` looks them up in, if they are few
-    levels: tuple[tuple[I64, I64], ...]  # for each depth: parent's place in the level above, rank
-    order: I64  # [C] their places in the levels, one after the other
-    parent: I64  # [C] candidate above, C for the root
-    depth: I16  # [C] from 1
-    choice: I64  # [C] its last token, among the choices of all depths
-
-
-@functools.lru_cache(maxsize=256)
-def _candidates(budget: int, depth: int, choices: int) -> _Candidates | None:
-    """Lists the prefixes that can be among the best `budget`; None if they are too many to be worth it.
-
-    Of a prefix with ranks r1..rd, every (s1..se) with e <= d and s <= r comes before it whatever the
-    log-probabilities: sum over e of prod (r_i + 1) prefixes, itself included. So that sum is <= budget.
-    """
-    widest = min(choices, budget)
-    ranks = np.arange(widest)
-    product, total, paths = ranks + 1, ranks + 1, ranks[:, None]
-    first = 0
-    parents: list[I64] = [np.zeros(widest, np.int64)]
-    levels: list[I64] = [paths]
-    while len(levels) < depth:
-        counts = np.minimum((budget - total) // product, choices)
-        above = np.repeat(np.arange(len(paths)), counts)
-        if len(above) == 0:
-            break
-        if first + len(paths) + len(above) > MAX_CANDIDATES:
-            return None
-        rank = np.arange(len(above)) - np.repeat(np.cumsum(counts) - counts, counts)
-        product = product[above] * (rank + 1)
-        total = total[above] + product
-        parents.append(above)
-        first += len(paths)
-        paths = np.concatenate([paths[above], rank[:, None]], axis=1)
-        levels.append(paths)
-    deep = len(levels)
-    padded = [np.pad(paths, ((0, 0), (0, deep - paths.shape[1])), constant_values=-1) for paths in levels]
-    tuples = np.concatenate(padded)  # -1 pads: a prefix sorts before its extensions
-    order = np.lexsort(tuples.T[::-1])
-    tuples, count = tuples[order], len(order)
-    place = np.empty(count, np.int64)
-    place[order] = np.arange(count)
-    starts = np.cumsum([0, *map(len, levels)])
-    uppers = [np.full(widest, count), *(place[first + up] for first, up in zip(starts, parents[1:], strict=False))]
-    depths = np.count_nonzero(tuples >= 0, axis=1)
-    places = np.arange(deep)[:, None] * (choices + 1) + np.where(tuples >= 0, tuples, choices).T if count <= SORTED else None
-    choice = (depths - 1) * choices + tuples[np.arange(count), depths - 1]
-    each = tuple((up, paths[:, -1].copy()) for up, paths in zip(parents, levels, strict=True))
-    return _Candidates(places, each, order, np.concatenate(uppers)[order], depths.astype(np.int16), choice)
-
-
-def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: _Candidates) -> Forest:
+def _grow_table(ids: I32, cost: F64, root: I32, budget: int, table: Candidates) -> Forest:
     """Scores all candidates of all streams at once and sorts the cheapest; equal ones stand in the order of rank tuples already."""
     total = _score(cost, table)
     streams, count = total.shape
     most = min(budget, count)
-    stream = np.arange(streams)[:, None]
+    rows = np.arange(0, streams * count, count)[:, None]
     if table.places is not None:
         picked = total.argsort(axis=1, kind="stable")[:, :most]
-        found = total.take(picked + stream * count)
-    else:
-        kept = (total <= _nth(total, most)[:, None]).take(table.order, axis=1)  # finite costs only; beyond `most` where the last is tied
-        columns, padded = _rows_of(kept, np.count_nonzero(kept, axis=1))
-        costs = total.take(table.order.take(columns) + stream * count)
-        costs[padded] = np.inf
-        ranking = costs.argsort(axis=1, kind="stable")[:, :most]
-        picked, found = columns[stream, ranking], costs[stream, ranking]
-        most = picked.shape[1]
-    node_of = np.zeros((streams, count + 1), np.int16)
-    node_of[stream, picked[:, ::-1]] = np.arange(most, 0, -1, dtype=np.int16)  # padding repeats candidate 0; its true place comes last
-    tokens = ids[:, : cost.shape[1], : cost.shape[2]].reshape(-1)
+        return _plant(ids, cost, root, table, picked, total.take(picked + rows))
+    limit = _nth(total if table.likely is None else total.take(table.likely, axis=1), most)
+    kept = (total <= limit[:, None]).take(table.order, axis=1)  # finite costs only; beyond `most` where ties or a bound let them in
+    columns, padded = _rows_of(kept, kept.sum(axis=1))
+    costs = total.take(table.order.take(columns) + rows)
+    costs[padded] = np.inf
+    ranking = costs.argsort(axis=1, kind="stable")[:, :most] + np.arange(streams)[:, None] * costs.shape[1]
+    return _plant(ids, cost, root, table, columns.take(ranking), costs.take(ranking))
+
+
+def _plant(ids: I32, cost: F64, root: I32, table: Candidates, picked: I64, found: F64) -> Forest:
+    """The forest of the candidates `picked` [B, n], which cost `found`, rising."""
+    (streams, depth, choices), most, wide = cost.shape, picked.shape[1], len(table.order) + 1
+    rows = np.arange(streams)[:, None]
+    node_of, at = np.zeros(streams * wide, np.int16), rows * wide
+    node_of[(picked + at)[:, ::-1]] = np.arange(most, 0, -1, dtype=np.int16)  # padding repeats candidate 0; its true place comes last
     forest = _roots(root, most)
-    forest.parent[:, 1:] = node_of.take(table.parent.take(picked) + stream * (count + 1))
+    forest.parent[:, 1:] = node_of.take(table.parent.take(picked) + at)
     forest.depth[:, 1:] = table.depth.take(picked)
-    forest.token[:, 1:] = tokens.take(table.choice.take(picked) + stream * (cost.shape[1] * cost.shape[2]))
+    tokens = ids[:, :depth, :choices].reshape(-1)
+    forest.token[:, 1:] = tokens.take(table.choice.take(picked) + rows * (depth * choices))
     np.negative(found, out=forest.key[:, 1:])
-    forest.size[:] = np.count_nonzero(found < np.inf, axis=1)
+    forest.size[:] = (found < np.inf).sum(axis=1)
     return forest
 
 
-def _score(cost: F64, table: _Candidates) -> F64:
+def _score(cost: F64, table: Candidates) -> F64:
     """The cost of every candidate of every stream, summed from the root on: [B, C], in the order of `places` or of the levels."""
     streams, depth, choices = cost.shape
     if table.places is not None:  # in 3 calls, where numbers do not take the time
@@ -256,9 +204,8 @@ def _score(cost: F64, table: _Candidates) -> F64:
         return np.ascontiguousarray(costs.reshape(-1, streams).take(table.places, axis=0).sum(axis=0).T)
     total, above, at = np.empty((streams, len(table.order))), np.zeros((streams, 1)), 0
     for d, (parent, rank) in enumerate(table.levels):
-        above = above.take(parent, axis=1)
-        above += cost[:, d].take(rank, axis=1)
-        total[:, at : at + len(rank)] = above
+        each = total[:, at : at + len(rank)]
+        above = np.add(above.take(parent, axis=1), cost[:, d].take(rank, axis=1), out=each)
         at += len(rank)
     return total
 
@@ -276,7 +223,7 @@ def _grow_bounded(ids: I32, cost: F64, root: I32, budget: int, most: int) -> For
     where more than `most` prefixes lie within, as where many are equal.
     """
     streams, depth, choices = cost.shape
-    few = _candidates(max(budget // 4, 16), depth, choices)
+    few = candidates(max(budget // 4, 16), depth, choices)
     if few is None or len(few.order) <= budget:
         return None
     limit = _nth(_score(cost, few), budget)
@@ -373,6 +320,6 @@ def _roots(root: I32, nodes: int = 0) -> Forest:
 
 def _budgets(budget: int | Sequence[int], streams: int) -> I64:
     budgets = np.full(streams, budget, np.int64) if isinstance(budget, (int, np.integer)) else np.asarray(budget, np.int64)
-    if budgets.shape != (streams,) or (budgets < 0).any():
+    if budgets.shape != (streams,) or budgets.min(initial=0) < 0:
         raise ValueError(f"budget: {budget!r} must be one number >= 0, or one for each of {streams} streams")
     return budgets

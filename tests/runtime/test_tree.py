@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from runtime import tree
+from runtime import candidates, tree
 from runtime.bits import ancestor_bits, chain_bits, forest_bits
 from runtime.grove import Grove
 from runtime.tree import chain, check_tree, grow, grow_forest, random_tree
@@ -20,12 +20,12 @@ INF = np.inf
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """All ways to grow; the others take over where candidates are many."""
     if request.param == "heap":
-        monkeypatch.setattr(tree, "MAX_CANDIDATES", 0)
+        monkeypatch.setattr(candidates, "MAX_CANDIDATES", 0)
     if request.param == "bounded":
         monkeypatch.setattr(tree, "MANY_CANDIDATES", 0)
-    tree._candidates.cache_clear()
+    candidates.candidates.cache_clear()
     yield request.param
-    tree._candidates.cache_clear()
+    candidates.candidates.cache_clear()
 
 
 def draw_logits(rng: np.random.Generator, streams: int, depth: int, choices: int, *, step: float = 0.0, holes: float = 0.0) -> DraftLogits:
@@ -119,15 +119,31 @@ def test_table_and_heap_agree_at_full_size(monkeypatch: pytest.MonkeyPatch, budg
     for step in (0.0, 0.25):
         logits = draw_logits(rng, 6, depth, choices, step=step, holes=0.2)
         root = np.zeros(6, np.int32)
-        monkeypatch.setattr(tree, "MAX_CANDIDATES", 200_000)
-        tree._candidates.cache_clear()
-        assert tree._candidates(budget, depth, choices) is not None
+        monkeypatch.setattr(candidates, "MAX_CANDIDATES", 200_000)
+        candidates.candidates.cache_clear()
+        assert candidates.candidates(budget, depth, choices) is not None
         table = [nodes_of(g) for g in grow(logits, root, budget)]
-        monkeypatch.setattr(tree, "MAX_CANDIDATES", 0)
-        tree._candidates.cache_clear()
+        monkeypatch.setattr(candidates, "MAX_CANDIDATES", 0)
+        candidates.candidates.cache_clear()
         assert table == [nodes_of(g) for g in grow(logits, root, budget)]
         assert all(len(nodes) == budget for nodes in table) or step or (np.isinf(logits.logp)).any()
-    tree._candidates.cache_clear()
+    candidates.candidates.cache_clear()
+
+
+def test_a_bound_among_the_likeliest_keeps_all_that_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many candidates those above the last of the likeliest are not sorted; with ties, holes, and where nothing is possible."""
+    rng, original = np.random.default_rng(4), tree._nth
+    known = candidates.candidates(31, 7, 16)
+    assert known is not None and known.likely is not None and len(known.likely) < len(known.order)
+    for step, holes in ((0.0, 0.0), (0.25, 0.3), (1.0, 1.0)):
+        logits, root = draw_logits(rng, 8, 7, 16, step=step, holes=holes), np.zeros(8, np.int32)
+        logits.logp[3] = -INF
+        found = [nodes_of(grown) for grown in grow(logits, root, 31)]
+        each = zip(logits.ids, np.maximum(-logits.logp, 0.0).astype(np.float64), strict=True)
+        assert found == [[node[:3] for node in tree._grow_heap(ids, cost, 31)] for ids, cost in each]
+        with monkeypatch.context() as patch:  # mutation: a bound that 30 nodes meet, or fewer
+            patch.setattr(tree, "_nth", lambda total, n: original(total, n) * 0.999)
+            assert found != [nodes_of(grown) for grown in grow(logits, root, 31)] or holes == 1.0
 
 
 def test_budgets_a_stream_cut_one_order(way: str) -> None:
@@ -175,14 +191,14 @@ def test_any_input_gives_a_sound_tree_on_both_ways(monkeypatch: pytest.MonkeyPat
     logp = np.where(rng.random(logits.logp.shape) < 0.15, rng.choice([np.nan, -INF, 3.0, -7.0], logits.logp.shape), logits.logp)
     unsorted = DraftLogits(logits.ids, logp.astype(np.float32))
     root = np.zeros(40, np.int32)
-    tree._candidates.cache_clear()
+    candidates.candidates.cache_clear()
     table = grow(unsorted, root, 13)
-    monkeypatch.setattr(tree, "MAX_CANDIDATES", 0)
-    tree._candidates.cache_clear()
+    monkeypatch.setattr(candidates, "MAX_CANDIDATES", 0)
+    candidates.candidates.cache_clear()
     for a, b in zip(table, grow(unsorted, root, 13), strict=True):
         check_tree(a)
         assert nodes_of(a) == nodes_of(b)
-    tree._candidates.cache_clear()
+    candidates.candidates.cache_clear()
 
 
 def test_shapes_and_budgets_are_checked() -> None:
