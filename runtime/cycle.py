@@ -24,12 +24,14 @@ will be judged by. At the end of both: what comes next, as a rehearsal (`runtime
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from itertools import repeat
 
 import numpy as np
 
 from runtime.config import EngineConfig
-from runtime.emit import NON_FINITE, Outcome, decide, goes_on, tell
+from runtime.emit import NON_FINITE, Outcome, decide, goes_on, quiet, tell
 from runtime.executor import Executor, begin_step
 from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove, Offer
@@ -41,7 +43,7 @@ from runtime.sequence import Sequence
 from runtime.speculate import Speculator, StepWatcher, Taps, Verified
 from runtime.stats import EngineStats
 from runtime.types import I32, DraftTree, Emission, StepPlan, StepResult
-from runtime.verdicts import Verdict, judge
+from runtime.verdicts import Verdict, Walks, judge
 
 Delivery = tuple[Sequence, Emission]
 
@@ -63,7 +65,7 @@ class Cycle:
         self._watcher = speculator if isinstance(speculator, StepWatcher) else None
         self._scheduler = scheduler
         self._pace = pace
-        self._planner = Planner(scheduler.pool.page_size, config)
+        self._planner = Planner(scheduler.pool.page_size, config, scheduler.tables)
         self._stats = stats
         self._pool = scheduler.pool
         self._keep_taps = executor.limits.draft_depth > 0 and speculator.nodes > 0
@@ -71,7 +73,7 @@ class Cycle:
         self._pruned: frozenset[str] = frozenset()  # sequences whose trees a constraint made smaller
         self._moves: I32 = np.zeros((0, 2), np.int32)
         self._flying = False  # a step is in flight
-        self._settled: list[tuple[Share, Verdict | None, Outcome | None]] = []  # of the last step, until it is put away
+        self._settled: Iterable[tuple[Share, Verdict | None, Outcome | None]] = ()  # of the last step, until it is put away
         self._result: StepResult | None = None  # likewise
         self._untold: tuple[list[Outcome], StepResult] | None = None  # of the last step
         self._rehearsal = Rehearsal()
@@ -97,6 +99,8 @@ class Cycle:
         with stats.stage("accept"):
             self._put_away()
             grove.prepare()
+            calm = quiet(shares)
+            chunks = [share.count for share in shares if share.before > 0]
         if self._untold is not None:
             meanwhile()
         with stats.stage("verify"):
@@ -104,14 +108,13 @@ class Cycle:
         self._flying = False
         with stats.stage("accept"):
             verdicts = self._judge(grove, plan, result)
-            self._settle(shares, plan, verdicts)
+            if not self._settle_all(shares, plan, verdicts, calm):
+                self._settle(shares, plan, verdicts)
             self._result = result
         if self._watcher is not None:
             self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
-        chunks = [share for share in shares if share.before > 0]
-        streams, prompt = len(shares) - len(chunks), sum(share.count for share in chunks)
-        took_s, flown_s = time.perf_counter() - start_s, stats.flown_s - flown_s
-        stats.count_step(plan.bucket, plan.m, took_s, result.experts, streams, prompt, flown_s)
+        took_s, streams = time.perf_counter() - start_s, len(shares) - len(chunks)
+        stats.count_step(plan.bucket, plan.m, took_s, result.experts, streams, sum(chunks), stats.flown_s - flown_s)
 
     def _rehearse(self, shares: list[Share], plan: StepPlan, grove: Grove) -> None:
         """What the host does before the next launch, on what it has: no draw has come yet, so everything is judged to be token 0."""
@@ -120,7 +123,7 @@ class Cycle:
             return
         self._planner.plan(shares, plan.moves)
         if grove.bare and len(grove) == plan.m:
-            self._planner.foresee(shares)
+            self._planner.foresee([share.start + 1 for share in shares])
 
     def tell(self) -> list[Delivery]:
         """What the last step that was not told of says to its requests. Who turns out to be past saving goes as soon as may be."""
@@ -161,6 +164,8 @@ class Cycle:
                 self._put_away()
         with stats.stage("plan"):
             self._scheduler.prepare()
+            if stats.in_flight:
+                self._planner.get_ready(self._scheduler.expect(self._planner.nodes))
         if self._watcher is not None and stats.in_flight:
             with stats.stage("accept"):
                 self._watcher.learn()
@@ -173,20 +178,41 @@ class Cycle:
             trees = {**trees, **pruned}
         return trees
 
-    def _judge(self, grove: Grove, plan: StepPlan, result: StepResult) -> list[Verdict]:
+    def _judge(self, grove: Grove, plan: StepPlan, result: StepResult) -> SequenceOf[Verdict]:
         """A verdict for each tree, in order."""
         if len(result.target) != len(plan.out_rows) or len(result.finite) != len(plan.out_rows):
             raise RuntimeError(f"executor: {len(result.target)} targets for {len(plan.out_rows)} out_rows")
         if not grove:
             return []
-        sound = result.finite & (result.target >= 0) & (result.target < self._executor.limits.vocab_size)
-        return judge(grove, result.target, sound)
+        known = result.target.view(np.uint32) < self._executor.limits.vocab_size  # below 0 is far above
+        return judge(grove, result.target, known & result.finite)
 
-    def _settle(self, shares: list[Share], plan: StepPlan, verdicts: list[Verdict]) -> None:
+    def _settle_all(
+        self, shares: list[Share], plan: StepPlan, verdicts: SequenceOf[Verdict], calm: tuple[frozenset[int], int] | None
+    ) -> bool:
+        """As `_settle`, in one go, if all that happens to anybody is that it gets its tokens; else False. calm: `quiet`."""
+        if calm is None or self._lost or not isinstance(verdicts, Walks):
+            return False
+        (ends, left), tokens, counts, at = calm, verdicts.tokens, verdicts.counts, 0
+        if max(counts) >= left or not ends.isdisjoint(tokens):
+            return False
+        for share, count in zip(shares, counts, strict=True):
+            sequence, end = share.sequence, at + count
+            sequence.append(tokens[at:end])
+            sequence.computed += count
+            at = end
+        self._settled = zip(shares, verdicts, repeat(None))
+        if self._keep_taps or not verdicts.grove.bare:
+            kept = np.array(counts)
+            places = np.arange(at) + (plan.row0 - kept.cumsum() + kept).repeat(kept)
+            self._leave(plan, verdicts.rows.astype(np.int32), places.astype(np.int32))
+        return True
+
+    def _settle(self, shares: list[Share], plan: StepPlan, verdicts: SequenceOf[Verdict]) -> None:
         """Decides for every share how it goes on, its rows to the next step's taps and moves. No more: a draft waits for it."""
         rows: list[int] = []  # of committed tokens
         places: list[int] = []  # the rows whose slots these tokens belong in
-        coming = iter(verdicts)
+        coming, settled = iter(verdicts), list[tuple[Share, Verdict | None, Outcome | None]]()
         for share, row0 in zip(shares, plan.row0.tolist(), strict=True):
             sequence, verdict, before, found = share.sequence, next(coming) if share.nodes else None, share.before, None
             if sequence.lost:
@@ -197,7 +223,7 @@ class Cycle:
             else:
                 found = None if verdict is None else decide(share, verdict)
                 keep = self._commit(share, found) - share.start
-            self._settled.append((share, verdict, found))
+            settled.append((share, verdict, found))
             if keep > 0 and (self._keep_taps or share.nodes > 1):
                 if before:
                     rows += range(row0, row0 + min(before, keep))
@@ -207,6 +233,7 @@ class Cycle:
                 places += range(row0, row0 + keep)
             if found is not None and found.finish is not None:
                 self._scheduler.remove(sequence)
+        self._settled = settled
         self._drop_lost()
         if rows:
             self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
@@ -239,9 +266,8 @@ class Cycle:
             if found.finish is None:
                 if sequence.computed >= (sequence.registered + 1) * size:
                     self._register(sequence)
-                if share.nodes > 1:
-                    self._scheduler.give_back(sequence)
-        self._settled.clear()
+                self._scheduler.give_back(sequence)
+        self._settled = ()
         self._untold, self._result = (outcomes, self._result), None
 
     def _leave(self, plan: StepPlan, rows: I32, places: I32) -> None:
@@ -282,7 +308,7 @@ class Cycle:
             sequence.registered = full
 
 
-def _verified(shares: list[Share], verdicts: list[Verdict], pruned: frozenset[str]) -> dict[str, Verified]:
+def _verified(shares: list[Share], verdicts: SequenceOf[Verdict], pruned: frozenset[str]) -> dict[str, Verified]:
     """What became of the trees of decoding sequences, by sequence id."""
     trees = [share for share in shares if share.nodes]
     return {

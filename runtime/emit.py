@@ -8,6 +8,7 @@ device is busy with the next step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.accept import ranks_of
@@ -59,6 +60,20 @@ def goes_on(share: Share, verdict: Verdict) -> bool:
         return False
     sequence.append(tokens)
     return True
+
+
+def quiet(shares: Iterable[Share]) -> tuple[frozenset[int], int] | None:
+    """Tokens that may end one of these requests, and how many each can get before one is at its limit: with fewer, and none of those,
+    all of them go on. None where text or a constraint decides, or not everybody decodes."""
+    ends, left = frozenset[int](), 1 << 31
+    for share in shares:
+        sequence = share.sequence
+        if share.before or not share.nodes or sequence.constraint is not None or sequence.ends is None:
+            return None
+        if not sequence.ends <= ends:
+            ends |= sequence.ends
+        left = min(left, sequence.left)
+    return ends, left
 
 
 def decide(share: Share, verdict: Verdict) -> Outcome:

@@ -89,10 +89,17 @@ class Grove(Sequence[DraftTree]):
             leap = leap.take(leap)
         return found
 
+    @cached_property
+    def single(self) -> bool:
+        """No two nodes are one token below one parent: a draw leads to one node at most."""
+        if self.bare:
+            return True
+        below = np.sort((((self.parent + self.lines.start) << 32) + self.token)[self.parent >= 0])
+        return bool((below[1:] != below[:-1]).all())
+
     def prepare(self) -> None:
-        """Makes now what `runtime.verdicts` will look things up in."""
-        if not self.bare:
-            _ = self.children
+        """Makes now what `runtime.verdicts` will look at."""
+        _ = self.single, self.leaps
 
     def ancestors(self, words: int) -> U64:
         """[T, words] bit j of a node's row is set iff j is the node, in its own tree, or above it. By doubling the leap."""

@@ -13,6 +13,7 @@ from runtime.config import EngineConfig
 from runtime.grove import Grove
 from runtime.masks import fill_masks
 from runtime.sequence import Sequence
+from runtime.tables import PageTables
 from runtime.types import F32, I32, U32, U64, Array, DraftTree, StepPlan
 
 WORD_BITS = 64
@@ -86,10 +87,9 @@ class _Spots:
 class Planner:
     """Makes step plans. What they have in common is kept from one step to the next: sampling values, page tables, how rows lie."""
 
-    def __init__(self, page_size: int, config: EngineConfig) -> None:
-        self._page_size, self._config = page_size, config
+    def __init__(self, page_size: int, config: EngineConfig, tables: PageTables) -> None:
+        self._page_size, self._config, self._tables = page_size, config, tables
         self._batch: list[Sequence] = []
-        self._edits: list[int] = []  # Sequence.page_edits as the tables show them
         self._sampling: dict[str, Array] = {}
         self._pages: I32 = np.zeros((0, 0), np.int32)
         self._adjusted: list[int] = []  # places in the batch of those that may have adjustments
@@ -109,14 +109,11 @@ class Planner:
         the scheduler orders them: their rows are then laid out in one pass.
         """
         batch = [share.sequence for share in shares]
-        edits = [sequence.page_edits for sequence in batch]
         if batch != self._batch:
-            self._batch, self._edits, self._sampling = batch, [], _sampling_of(batch)
+            self._batch, self._sampling = batch, _sampling_of(batch)
             self._adjusted = [b for b, sequence in enumerate(batch) if sequence.history.active]  # who is not stays so
             self._held = [b for b, sequence in enumerate(batch) if sequence.constraint is not None]
-        if edits != self._edits:
-            self._pages = _page_tables(batch, edits, self._edits, self._pages)
-            self._edits = edits
+        self._pages = self._tables.of(batch)
         lines, before, nodes = self._lines, [share.before for share in shares], [share.nodes for share in shares]
         if nodes != lines.nodes or before != lines.before:
             lines = self._lines = _Lines.of(before, nodes)
@@ -128,7 +125,7 @@ class Planner:
             pos, ancestors = (at, lines.alone) if grove.bare else (spots.base + grove.depth, grove.ancestors(lines.words))
         else:
             token, pos, ancestors = _fill_chunks(shares, grove, lines, at)
-        adjust, (mask_rows, masks) = self._tables(shares, lines.row0)
+        adjust, (mask_rows, masks) = self._bends(shares, lines.row0)
         plan = StepPlan(
             bucket=self._config.bucket_for(len(token)),
             token=token,
@@ -151,11 +148,22 @@ class Planner:
         )
         return plan, grove
 
-    def foresee(self, shares: SequenceOf[Share]) -> None:
-        """Works out where the rows of the next step lie if every sequence of this one gets a token and no more: most of a plain plan."""
-        starts = [share.start + share.count for share in shares]
-        if max(starts) < self._pages.shape[1] * self._page_size:
+    def foresee(self, starts: list[int]) -> None:
+        """Works out where the rows of the next step lie if the sequences of the last one begin there and have as many: most of a plan."""
+        lines = self._lines
+        if max(start + nodes for start, nodes in zip(starts, lines.nodes, strict=True)) <= self._pages.shape[1] * self._page_size:
             self._ahead = self._spots(starts)
+
+    @property
+    def nodes(self) -> list[int]:
+        """Of the last step's trees, roots included, by place in the batch."""
+        return self._lines.nodes
+
+    def get_ready(self, shares: SequenceOf[Share]) -> None:
+        """As `foresee`, for sequences that hold the pages for trees of as many nodes as the last step's."""
+        if shares and [share.sequence for share in shares] == self._batch and not any(self._lines.before):
+            self._pages = self._tables.of(self._batch)
+            self.foresee([share.start for share in shares])
 
     def _spots(self, starts: list[int]) -> _Spots:
         lines, ahead = self._lines, self._ahead
@@ -168,7 +176,7 @@ class Planner:
         slot = self._pages[lines.seq, page] * np.int32(self._page_size) + place
         return _Spots(starts, lines, self._pages, ctx, base, at, slot)
 
-    def _tables(self, shares: SequenceOf[Share], row0: I32) -> tuple[tuple[I32, F32, I32, F32], tuple[I32, U32]]:
+    def _bends(self, shares: SequenceOf[Share], row0: I32) -> tuple[tuple[I32, F32, I32, F32], tuple[I32, U32]]:
         """The adjustments and masks of those sequences that have any."""
         adjusted = [(b, shares[b]) for b in self._adjusted if shares[b].nodes]
         held = [(b, shares[b]) for b in self._held if shares[b].nodes]
@@ -192,23 +200,6 @@ def _sampling_of(batch: SequenceOf[Sequence]) -> dict[str, Array]:
         "top_k": np.array([p.top_k for p in params], np.int32),
         "logprobs": np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
     }
-
-
-def _page_tables(batch: SequenceOf[Sequence], edits: list[int], known: list[int], tables: I32) -> I32:
-    """[B, P], padded with the null page. A new array each time: plans that were handed over keep theirs.
-
-    tables: of the same batch when its page_edits were `known`; only what has changed since is written where they are as wide as
-    needed, known [] means that there are none.
-    """
-    widest = max(sequence.page_count for sequence in batch)
-    if known and widest == tables.shape[1]:
-        pages, changed = tables.copy(), [b for b, (now, then) in enumerate(zip(edits, known, strict=True)) if now != then]
-    else:
-        pages, changed = np.zeros((len(batch), widest), np.int32), list(range(len(batch)))
-    for b in changed:
-        held = batch[b].page_count
-        pages[b, :held], pages[b, held:] = batch[b].pages, 0
-    return pages
 
 
 def _grove_of(shares: SequenceOf[Share]) -> Grove:

@@ -18,6 +18,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count, islice
 
 from runtime.grove import Grove, Offer
@@ -26,9 +27,20 @@ from runtime.rows import Share
 from runtime.sequence import Sequence
 from runtime.speculate import Load, Roots, first_nodes
 from runtime.stats import EngineStats
+from runtime.tables import PageTables
 from runtime.types import DraftTree
 
 PROMPT_SHARE = 4  # prompts keep a quarter of the rows where trees would take all
+
+
+@dataclass(slots=True)
+class _Due:
+    """Who decodes in the next step, as far as it is known without their trees."""
+
+    shares: list[Share]
+    ids: list[str]
+    newest: list[int]
+    nodes: int  # rows for draft nodes
 
 
 class Scheduler:
@@ -43,6 +55,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, stats: EngineStats, *, max_seqs: int, max_rows: int, max_len: int, last_draftable: int) -> None:
         self.pool = pool
         self.stats = stats
+        self.tables = PageTables()
         self.max_seqs = max_seqs
         self.max_rows = max_rows
         self.max_len = max_len
@@ -52,7 +65,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._arrivals = count()
-        self._prepared = False  # the next step, between two
+        self._due: _Due | None = None  # the next step, between two
 
     @property
     def has_work(self) -> bool:
@@ -79,23 +92,26 @@ class Scheduler:
         """
         if min(nodes, depth) < 1:
             return Roots([], [], [], [])
-        wishing: list[Sequence] = []
-        wishes: list[int] = []
+        wishing, wishes, depths = list[Sequence](), list[int](), list[int]()
         decoding, last, longest = 0, self.last_draftable, self.max_len
         for sequence in self.running:
             computed, length = sequence.computed, sequence.length
             if length - computed == 1:
                 decoding += 1
-                if 0 < computed <= last and sequence.left > 1:
-                    cap = nodes if sequence.most_nodes is None else min(nodes, sequence.most_nodes)
+                left = sequence.longest - length
+                if 0 < computed <= last and left > 1:
+                    wish = nodes if sequence.most_nodes is None else min(nodes, sequence.most_nodes)
                     wishing.append(sequence)
-                    wishes.append(min(cap, longest - length))
-        shares = _level(wishes, self._node_rows(decoding, self._prompt_rows(with_waiting=True)))
+                    wishes.append(wish if length + wish <= longest else longest - length)
+                    depths.append(depth if left > depth else left - 1)
+        prompts = decoding < len(self.running) or self.waiting
+        shares = _level(wishes, self._node_rows(decoding, self._prompt_rows(with_waiting=True) if prompts else 0))
         if min(shares, default=1) < 1:
             wishing = [sequence for sequence, share in zip(wishing, shares, strict=True) if share]
             wishes = [wish for wish, share in zip(wishes, shares, strict=True) if share]
+            depths = [depth for depth, share in zip(depths, shares, strict=True) if share]
             shares = [share for share in shares if share]
-        return Roots(wishing, shares, [min(depth, s.left - 1) for s in wishing], wishes)
+        return Roots(wishing, shares, depths, wishes, self.tables.find(wishing))
 
     def load(self) -> Load:
         """What the next step holds without draft nodes."""
@@ -105,10 +121,34 @@ class Scheduler:
         return Load(decoding, prompt, self.max_rows, reserved, sum(s.computed for s in self.running))
 
     def prepare(self) -> None:
-        """Rules 1 and 3 of the next step, which no tree has a say in: pages of newest tokens, preemption, admission."""
-        if not self._prepared and not self._secure_running():
+        """Rules 1 and 3 of the next step, which no tree has a say in: pages of newest tokens, preemption, admission; who decodes."""
+        if self._due is not None:
+            return
+        if not self._secure_running():
             self._admit()
-        self._prepared = True
+        decoding = [s for s in self.running if s.length - s.computed == 1]
+        prompts = self._prompt_rows() if len(decoding) < len(self.running) else 0
+        self._due = _Due(
+            [Share(s, s.computed, 0, 1, ()) for s in decoding],
+            [s.request.id for s in decoding],
+            [s.newest for s in decoding],
+            self._node_rows(len(decoding), prompts),
+        )
+
+    def expect(self, nodes: list[int]) -> list[Share]:
+        """Takes pages ahead for trees of so many nodes for all who decode, if nobody else runs and few of those left are wanted. After
+        `prepare`; who then gets a smaller tree gives them back with the step. The shares, without trees; [] if nothing was taken."""
+        shares = [] if self._due is None else self._due.shares
+        if len(shares) != len(self.running) or len(shares) != len(nodes):
+            return []
+        size, most = self.pool.page_size, self.max_len
+        missing = [-(-min(s.start + rows, most) // size) - s.sequence.page_count for s, rows in zip(shares, nodes, strict=True)]
+        if 2 * sum(missing) > self.pool.available - len(shares):
+            return []
+        for share, pages in zip(shares, missing, strict=True):
+            if pages > 0:
+                share.sequence.add_pages(self.pool.take(pages))
+        return shares
 
     def schedule(self, trees: Mapping[str, DraftTree]) -> list[Share]:
         """Decides the next step: decoding sequences first, with their trees (by id), then chunks.
@@ -116,22 +156,22 @@ class Scheduler:
         Takes the pages of all rows, admits and preempts, where `prepare` has not. Empty only if there is no work.
         """
         self.prepare()
-        self._prepared = False
-        decoding = [s for s in self.running if s.length - s.computed == 1]
-        nodes = self._node_rows(len(decoding), self._prompt_rows())
-        grown = self._whole(decoding, trees, nodes)
+        due, self._due = self._due, None
+        assert due is not None
+        shares, nodes = due.shares, due.nodes
+        grown = self._whole(due, trees)
         if grown is not None:
-            shares = [Share(s, s.computed, 0, size, grown, at) for at, (s, size) in enumerate(zip(decoding, grown.sizes, strict=True))]
+            for at, (share, size) in enumerate(zip(shares, grown.sizes, strict=True)):
+                share.nodes, share.trees, share.at = size, grown, at
         else:
-            shares = []
-            for sequence in decoding:
-                tree = trees.get(sequence.id)
-                fit = Grove.roots([sequence.newest]) if tree is None else [self._fit(sequence, tree, nodes)]
-                shares.append(Share(sequence, sequence.computed, 0, len(fit[0]), fit))
-                nodes -= shares[-1].nodes - 1
-        if len(decoding) < len(self.running):
+            for share in shares:
+                sequence, tree = share.sequence, trees.get(share.sequence.id)
+                share.trees = Grove.roots([sequence.newest]) if tree is None else [self._fit(sequence, tree, nodes)]
+                share.nodes = len(share.trees[0])
+                nodes -= share.nodes - 1
+        if len(shares) < len(self.running):
             left = self.max_rows - sum(share.nodes for share in shares)
-            chunk = self.chunk if decoding else self.max_rows
+            chunk = self.chunk if shares else self.max_rows
             for sequence in self.running:
                 if sequence.pending > 1 and min(left, chunk) > 0:
                     rows = min(sequence.pending, left, chunk)
@@ -140,27 +180,25 @@ class Scheduler:
                     shares.append(_chunk(sequence, rows))
         return shares
 
-    def _whole(self, decoding: list[Sequence], trees: Mapping[str, DraftTree], nodes: int) -> Grove | None:
+    def _whole(self, due: _Due, trees: Mapping[str, DraftTree]) -> Grove | None:
         """All trees in one, with their pages taken, where every sequence that decodes gets its whole tree or none has one; else None.
 
         64 trees are then looked at in a tenth of the time that `_fit` takes for each.
         """
-        newest = [s.newest for s in decoding]
         if not trees:
-            return Grove.roots(newest)
-        if not isinstance(trees, Offer) or not isinstance(grown := trees.trees, Grove) or trees.ids != [s.request.id for s in decoding]:
+            return Grove.roots(due.newest)
+        if not isinstance(trees, Offer) or not isinstance(grown := trees.trees, Grove) or trees.ids != due.ids:
             return None
-        if len(grown.token) - len(decoding) > nodes or grown.token.take(grown.lines.first).tolist() != newest:
+        if len(grown.token) - len(grown) > due.nodes or grown.token.take(grown.lines.first).tolist() != due.newest:
             return None
-        size, total, wanted = self.pool.page_size, 0, list[tuple[Sequence, int]]()
-        for sequence, rows in zip(decoding, grown.sizes, strict=True):
-            end = sequence.computed + rows
-            if end > self.max_len:
+        size, longest, total, wanted = self.pool.page_size, self.max_len, 0, list[tuple[Sequence, int]]()
+        for share, rows in zip(due.shares, grown.sizes, strict=True):
+            end, sequence = share.start + rows, share.sequence
+            if end > longest:
                 return None
-            missing = -(-end // size) - sequence.page_count
-            if missing > 0:
-                total += missing
-                wanted.append((sequence, missing))
+            if end > size * sequence.page_count:
+                wanted.append((sequence, -(-end // size) - sequence.page_count))
+                total += wanted[-1][1]
         if total > self.pool.available:
             return None
         for sequence, missing in wanted:

@@ -28,6 +28,10 @@ class Stream(Protocol):
 class Foresees(Protocol):
     """A stream that can say what `push` of some tokens will say, all but the text, before that is made; None: not of these."""
 
+    @property
+    def ends(self) -> frozenset[int] | None:
+        """Tokens that may end it before max_tokens; None: its text may. Never changes."""
+
     def foresee(self, tokens: SequenceOf[int]) -> Pushed | None: ...
 
 
@@ -58,6 +62,7 @@ class Sequence:
         self.params = params  # max_tokens is set and fits the context
         self.stream = stream
         self.foresee = stream.foresee if isinstance(stream, Foresees) else _say_nothing
+        self.ends = stream.ends if isinstance(stream, Foresees) else None
         self.on_emission = on_emission
         self.history = SequenceHistory(params, prompt, stop_ids)
         self.constraint = None if request.constraint is None else request.constraint.start()
@@ -79,7 +84,7 @@ class Sequence:
         self.page_count = 0
         self.page_edits = 0  # how often `pages` has changed
         self._page_size = page_size
-        self._longest = self.prompt_len + (params.max_tokens or 0)
+        self.longest = self.prompt_len + (params.max_tokens or 0)
         self._tokens = np.empty(len(prompt) + 64, np.int32)
         self._tokens[: len(prompt)] = prompt
         self._pages = np.zeros(len(prompt) // page_size + 8, np.int32)
@@ -125,7 +130,7 @@ class Sequence:
     @property
     def left(self) -> int:
         """Tokens that may still be emitted."""
-        return self._longest - self.length
+        return self.longest - self.length
 
     def flush(self) -> str:
         """Text that the stream holds back, for an end from outside; "" if the stream fails."""

@@ -45,8 +45,9 @@ class Root:
 class Roots(SequenceOf[Root]):
     """Roots of running sequences in columns, [B] each: a launch waits for what it needs of them, and single ones can be made later."""
 
-    def __init__(self, sequences: list[Sequence], nodes: list[int], depth: list[int], most: list[int]) -> None:
+    def __init__(self, sequences: list[Sequence], nodes: list[int], depth: list[int], most: list[int], pages: I32 | None = None) -> None:
         self.sequences, self.nodes, self.depth, self.most = sequences, nodes, depth, most
+        self.pages = pages  # [B, P] their page tables, if at hand
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -67,12 +68,23 @@ class Roots(SequenceOf[Root]):
         return [Root(s.id, s.tokens, s.pages, nodes, depth, most, s.draft_weight(now_s)) for s, nodes, depth, most in columns]
 
     @staticmethod
-    def columns(roots: SequenceOf[Root]) -> tuple[list[int], list[int], list[I32]]:
-        """Tokens, positions and page tables of any roots."""
+    def columns(roots: SequenceOf[Root]) -> tuple[list[int], list[int]]:
+        """Tokens and positions of any roots."""
         if isinstance(roots, Roots):
             held = roots.sequences
-            return [s.newest for s in held], [s.length - 1 for s in held], [s.pages for s in held]
-        return [root.token for root in roots], [root.pos for root in roots], [root.pages for root in roots]
+            return [s.newest for s in held], [s.length - 1 for s in held]
+        return [root.token for root in roots], [root.pos for root in roots]
+
+    @staticmethod
+    def tables(roots: SequenceOf[Root]) -> I32:
+        """Their page tables, [B, P] padded with the null page."""
+        if isinstance(roots, Roots) and roots.pages is not None:
+            return roots.pages
+        tables = [s.pages for s in (roots.sequences if isinstance(roots, Roots) else roots)]
+        pages = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in zip(pages, tables, strict=True):
+            row[: len(table)] = table
+        return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,26 +192,30 @@ class TreeSpeculation:
         with stats.stage("draft"):
             plan = make_draft_plan(roots, taps)
             flight = Flight(begin_draft(self._executor, plan), stats)
+            grower = partial(self._grow, plan.root, *self._bounds(roots))
 
         def trees() -> Grove:
             last = self._last if self._last is not None and len(self._last.ids) == len(roots) else None
             with stats.stage("draft"):
-                work = None if last is None else partial(self._grow, roots, plan.root, last)
-                logits = self._last = flight.land(self._rehearsal, work)
+                logits = self._last = flight.land(self._rehearsal, None if last is None else partial(grower, last))
             with stats.stage("grow"):
-                return self._grow(roots, plan.root, logits)
+                return grower(logits)
 
         return trees
 
-    def _grow(self, roots: SequenceOf[Root], tokens: I32, logits: DraftLogits) -> Grove:
-        """Trees in the order of roots. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
-        if self._top_k is not None:
-            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
+    def _bounds(self, roots: SequenceOf[Root]) -> tuple[list[int], int | list[int]]:
+        """Nodes and depths of each tree. Near the end of a generation depth is cut: deeper nodes would be wasted rows."""
         columns = (roots.nodes, roots.depth) if isinstance(roots, Roots) else ([r.nodes for r in roots], [r.depth for r in roots])
         nodes, depths = ([min(most, count) for count in column] for most, column in zip((self.nodes, self.depth), columns, strict=True))
         if self._chain:
-            return chain(logits, tokens, [min(pair) for pair in zip(depths, nodes, strict=True)])
-        return grow(logits, tokens, nodes, depths if min(depths) < self.depth else self.depth)
+            nodes = [min(pair) for pair in zip(depths, nodes, strict=True)]
+        return nodes, depths if min(depths) < self.depth else self.depth
+
+    def _grow(self, tokens: I32, nodes: list[int], depths: int | list[int], logits: DraftLogits) -> Grove:
+        """Trees in the order of roots."""
+        if self._top_k is not None:
+            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
+        return chain(logits, tokens, nodes) if self._chain else grow(logits, tokens, nodes, depths)
 
 
 def roots_only(roots: SequenceOf[Root]) -> Grove:
@@ -231,16 +247,12 @@ def draft_depth(executor: Executor, config: SpeculativeConfig) -> int:
 
 
 def make_draft_plan(roots: SequenceOf[Root], taps: Taps) -> DraftPlan:
-    """The plan of one draft call, [B] roots and [n] taps; pages [B, P] are padded with the null page."""
-    tokens, places, tables = Roots.columns(roots)
-    counts = [len(table) for table in tables]
-    pages = np.zeros((len(counts), max(counts, default=0)), np.int32)
-    for row, count, table in zip(pages, counts, tables, strict=True):
-        row[:count] = table
+    """The plan of one draft call, [B] roots and [n] taps."""
+    tokens, places = Roots.columns(roots)
     return DraftPlan(
         root=np.array(tokens, np.int32),
         pos=np.array(places, np.int32),
-        pages=pages,
+        pages=Roots.tables(roots),
         tap_rows=taps.rows,
         tap_pos=taps.pos,
         tap_slot=taps.slot,

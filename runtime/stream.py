@@ -111,6 +111,11 @@ class TextStream:
         """stop, length or abort once ended, else None."""
         return self._finish
 
+    @property
+    def ends(self) -> frozenset[int] | None:
+        """Tokens that may end it before its limit; None: its text may."""
+        return None if self._stops else self._ends
+
     def foresee(self, tokens: Sequence[int]) -> Pushed | None:
         """What `push` will say of the next tokens, all but the text, at a tenth of its time; None where the text may end it."""
         if self._stops or self._finish is not None:

@@ -1,16 +1,18 @@
 """Acceptance for all trees of a step at once, with a lookout for rows that are not finite.
 
-`runtime.accept.accept` defines the walk down one tree; it looks at every node. Here each node
-on the path is looked up in a table that is made while the step runs, and tests hold the two equal.
+`runtime.accept.accept` defines the walk down one tree; it looks at every node. Here all trees are walked in one pass over all
+nodes where every row is sound, else each node on the path is looked up in a table. Tests hold the three equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
 from runtime.grove import Grove
-from runtime.types import I32, Bools, DraftTree
+from runtime.types import I32, I64, Bools, DraftTree
 
 
 @dataclass(slots=True)
@@ -23,16 +25,50 @@ class Verdict:
     first_out: int  # the root's place among the step's out_rows
 
 
-def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> list[Verdict]:
+class Walks(Sequence[Verdict]):
+    """Verdicts in columns, none of them corrupted: 64 trees take what one does, and single verdicts are made when there is time."""
+
+    def __init__(self, grove: Grove, rows: I64, counts: list[int], tokens: list[int]) -> None:
+        self.grove = grove
+        self.rows = rows  # [n] accepted nodes, counted over all trees, rising
+        self.counts = counts  # [B] of each tree, its root included
+        self.tokens = tokens  # [n] the target's token at each
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Verdict: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Verdict]: ...
+
+    def __getitem__(self, index: int | slice) -> Verdict | list[Verdict]:
+        return self.each[index]
+
+    def __iter__(self) -> Iterator[Verdict]:
+        return iter(self.each)
+
+    @cached_property
+    def each(self) -> list[Verdict]:
+        paths, at, found = (self.rows - self.grove.lines.start.take(self.rows)).tolist(), 0, list[Verdict]()
+        for count, end in zip(self.counts, self.grove.lines.ends, strict=True):
+            past = at + count
+            found.append(Verdict(paths[at:past], self.tokens[at:past], False, end - self.grove.sizes[len(found)]))
+            at = past
+        return found
+
+
+def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> Sequence[Verdict]:
     """Walks every tree as `accept` does and ends each path before its first unsound row.
 
     trees: in the order of the out_rows, T nodes in all; target: [T] i32; sound: [T], False where the
     row's token means nothing. A row off the path changes nothing: plain decoding would not see it.
     """
-    grove, drawn, every = Grove.of(trees), target.tolist(), bool(sound.all())
-    if grove.bare and every:
-        return [Verdict([0], [token], False, row) for row, token in enumerate(drawn)]
-    below, good, verdicts = grove.children.get, None if every else sound.tolist(), list[Verdict]()
+    grove, every = Grove.of(trees), bool(sound.all())
+    if every and grove.single:
+        return _walk(grove, target)
+    drawn, below, good, verdicts = target.tolist(), grove.children.get, None if every else sound.tolist(), list[Verdict]()
     at = 0
     for size in grove.sizes:
         node: int | None = at
@@ -48,3 +84,17 @@ def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> list[Verdict
         verdicts.append(found)
         at += size
     return verdicts
+
+
+def _walk(grove: Grove, target: I32) -> Walks:
+    """A node is on a path if the target drew its token at its parent, and that of every node above it likewise; by doubling the leap."""
+    first = grove.lines.first
+    if grove.bare:
+        return Walks(grove, first, grove.sizes, target.tolist())
+    on = grove.token == target.take(grove.leaps[0])
+    on[first] = True
+    for leap in grove.leaps:
+        on &= on.take(leap)
+    rows = on.nonzero()[0]
+    begins = rows.searchsorted(first).tolist()
+    return Walks(grove, rows, [end - at for at, end in zip(begins, [*begins[1:], len(rows)], strict=True)], target.take(rows).tolist())

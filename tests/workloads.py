@@ -89,6 +89,25 @@ def plain_outcomes() -> dict[str, tuple[object, ...]]:
     return found
 
 
+def steady_requests(count: int = 6, **options: Any) -> list[Request]:
+    """Longer and longer prompts, long texts: for most of the time all of them decode, nobody comes and nobody goes."""
+    ways: list[dict[str, Any]] = [
+        {"ignore_eos": True},
+        {"temperature": 1.0, "stop_token_ids": (2, 3)},
+        {"temperature": 0.7, "frequency_penalty": 0.5, "logprobs": 2},
+        {"min_tokens": 30},
+    ]
+    return [
+        make_request(f"s{i}", list(range(3, 5 + 5 * i)), seed=i, max_tokens=50 + 3 * i, **ways[i % len(ways)], **options)
+        for i in range(count)
+    ]
+
+
+def alone(requests: Sequence[Request]) -> dict[str, tuple[object, ...]]:
+    """What each request gets by itself, plainly."""
+    return {r.id: outcome(run_all(make_engine(executor(), enable_prefix_caching=False), [r])[r.id]) for r in requests}
+
+
 def differing(got: dict[str, list[Emission]]) -> list[str]:
     """Requests whose tokens, text, finish, stop reason or log-probabilities are not those of plain decoding."""
     return [id for id in got if outcome(got[id]) != plain_outcomes()[id]]

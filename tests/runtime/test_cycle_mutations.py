@@ -135,7 +135,7 @@ def _one_node_too_many(patch: pytest.MonkeyPatch) -> None:
     original = cycle.judge
 
     def judge(trees, target, sound) -> list[Verdict]:  # type: ignore[no-untyped-def]
-        found = original(trees, target, sound)
+        found = list(original(trees, target, sound))
         for tree, verdict in zip(trees, found, strict=True):
             if verdict.path[-1] + 1 < len(tree):
                 verdict.path.append(verdict.path[-1] + 1)

@@ -33,25 +33,36 @@ def differences(rng: np.random.Generator, rounds: int) -> int:
     return wrong
 
 
-def test_sweep_equals_walk(rng: np.random.Generator) -> None:
-    assert differences(rng, 200) == 0
+@pytest.mark.parametrize("single", [True, False])
+def test_sweep_equals_walk(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, single: bool) -> None:
+    """All trees at once, and node by node, as where one has twins."""
+    monkeypatch.setattr(Grove, "single", single)
+    assert differences(rng, 100) == 0
 
 
 def test_mutation_children_of_any_parent_are_noticed(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node is on the path if the target drew its token at its parent, not at a sibling of the parent."""
-    children = Grove.children.func  # type: ignore[attr-defined]
+    """A node is on the path if the target drew its token at its parent, not at a sibling of the parent: by table, and all at once."""
+    children, leaps = Grove.children.func, Grove.leaps.func  # type: ignore[attr-defined]
     astray = property(lambda grove: {(max(above - 1, 0), token): node for (above, token), node in children(grove).items()})
-    monkeypatch.setattr(Grove, "children", astray)
-    assert differences(rng, 20) > 0
+    higher = property(lambda grove: [np.maximum(leap - 1, 0) for leap in leaps(grove)])
+    assert differences(rng, 20) == 0
+    for name, wrong, single in (("children", astray, False), ("leaps", higher, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Grove, "single", single)
+            patch.setattr(Grove, name, wrong)
+            assert differences(rng, 20) > 0
 
 
-def test_twins_are_judged_as_the_walk_does() -> None:
+def test_twins_are_judged_as_the_walk_does(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = DraftTree(np.array([5, 7, 7, 8], np.int32), np.array([-1, 0, 0, 2], np.int16), np.array([0, 1, 1, 2], np.int16))
     other = DraftTree.root_only(4)
     target = np.array([7, 8, 8, 9, 6], np.int32)
     first, second = judge([tree, other], target, np.ones(5, np.bool_))
     assert first.path == accept(tree, target[:4]).path.tolist() == [0, 1]
     assert second.path == [0] and second.tokens == [6]
+    assert not Grove.of([tree, other]).single and Grove.of([DraftTree(np.array([5, 7, 6, 8], np.int32), tree.parent, tree.depth)]).single
+    monkeypatch.setattr(Grove, "single", True)  # mutation: a draw leads to both
+    assert judge([tree, other], target, np.ones(5, np.bool_))[0].path != [0, 1]
 
 
 @pytest.mark.parametrize("bad", range(5))
