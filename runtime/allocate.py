@@ -7,6 +7,7 @@ accepted go back into curve and calibration.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from runtime.budget import F64, Allocation, Calibration, Cells, allocate, caps_m
 from runtime.clock import StepClock
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
+from runtime.even import Even
 from runtime.executor import Executor, begin_draft
 from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove
@@ -40,10 +42,22 @@ class _Terms:
     depth: Array
     bounded: bool  # by either
     weight: Array
+    alike: bool  # all streams decode and weigh the same: they may share evenly
+    share: int  # nodes of each; 0: to be chosen
+    expected: float  # of a share accepted
     width: int  # nodes that trees are grown to
     most: int  # nodes in all
     price: Price
-    prices: Prices
+    prices: Prices | None  # None: for a share
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What was compared, and found."""
+
+    cells: Cells
+    value: F64  # [B, N]
+    found: Allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +66,14 @@ class _Proposed:
 
     terms: _Terms
     forest: Forest
-    cells: Cells
-    value: F64  # [B, N]
-    allocation: Allocation
+    expected: float  # nodes accepted
+    choice: _Choice | None  # None: all had a share
+
+    @property
+    def kept(self) -> Bools:
+        """[B, N] nodes that were offered."""
+        terms = self.terms
+        return self.choice.found.kept if self.choice else caps_mask(self.forest, np.minimum(terms.caps, terms.width), terms.depth)
 
 
 class TimedDecoding(NoSpeculation):
@@ -87,6 +106,7 @@ class BudgetSpeculation:
         self.calibration = Calibration()
         self.outlook = Outlook()
         self.width = Width(MOST_NODES)
+        self.even = Even(self.outlook)
         self._executor = executor
         self._top_k = config.draft_top_k
         self._clock = StepClock(curve)
@@ -114,7 +134,8 @@ class BudgetSpeculation:
         with stats.stage("draft"):
             plan = make_draft_plan(roots, taps)
             flight = Flight(begin_draft(self._executor, plan), stats)
-            choose = partial(self._choose, plan.root, self._terms(roots, price, most))
+            terms = self._terms(roots, price, most)
+            choose = partial(self._split if terms.share else self._choose, plan.root, terms)
 
         def trees() -> Grove:
             last = self._last if self._last is not None and len(self._last.ids) == len(roots) else None
@@ -122,7 +143,9 @@ class BudgetSpeculation:
                 logits = self._last = flight.land(self._rehearsal, None if last is None else partial(choose, last))
             self._clock.count_draft(len(roots), stats)
             with stats.stage("grow"):
+                start_s = time.perf_counter()
                 self._proposed, grove = choose(logits)
+                self.even.took(time.perf_counter() - start_s, terms.share > 0)
             return grove
 
         return trees
@@ -131,17 +154,23 @@ class BudgetSpeculation:
         """What can be known of a choice before its draft has landed."""
         caps = np.array([root.most or root.nodes for root in roots])
         depth = np.array([root.depth for root in roots])
-        width = min(int(caps.max()), self.width.next())
+        weight = np.array([root.weight for root in roots])
+        alike = not price.prompt and len(roots) == price.roots and weight.min() == weight.max()
+        share, expected = self.even.share(price, len(roots), most) if alike else (0, 0.0)
+        width = min(int(caps.max()), share or self.width.next())
         return _Terms(
             ids=[root.id for root in roots],
             caps=caps,
             depth=depth,
             bounded=bool(caps.min() < width or depth.min() < self.depth),
-            weight=np.array([root.weight for root in roots]),
+            weight=weight,
+            alike=alike,
+            share=share,
+            expected=expected,
             width=width,
             most=most,
             price=price,
-            prices=price.table(min(len(roots) * width, most), len(roots)),
+            prices=None if share else price.table(min(len(roots) * width, most), len(roots)),
         )
 
     def _choose(self, tokens: I32, terms: _Terms, logits: DraftLogits) -> tuple[_Proposed, Grove]:
@@ -162,16 +191,30 @@ class BudgetSpeculation:
             most=terms.most,
             prices=terms.prices,
         )
-        return _Proposed(terms, forest, cells, value, found), prune(forest, found.kept)
+        return _Proposed(terms, forest, found.expected, _Choice(cells, value, found)), prune(forest, found.kept)
+
+    def _split(self, tokens: I32, terms: _Terms, logits: DraftLogits) -> tuple[_Proposed, Grove]:
+        """As `_choose`: the same number of nodes for every stream."""
+        if self._top_k is not None:
+            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
+        forest = grow_forest(logits, tokens, terms.width, terms.depth.tolist() if terms.bounded else self.depth)
+        return _Proposed(terms, forest, terms.expected, None), forest.cut(np.minimum(terms.caps, terms.width))
 
     def _look_back(self) -> None:
         """What the last draft was worth says whether to make the next one, and how wide."""
         seen, self._unseen = self._unseen, None
-        if seen is not None:
-            found, price = seen.allocation, seen.terms.price
-            self.outlook.observe(seen.value)
-            self.outlook.settle(price, price.roots, found.expected, found.seconds)
-            self.width.observe(int(found.nodes.max()), seen.terms.width)
+        if seen is None:
+            return
+        terms, price = seen.terms, seen.terms.price
+        if seen.choice is None:
+            seconds = float(price.seconds(terms.share * len(terms.ids), len(terms.ids)))
+        else:
+            found, seconds = seen.choice.found, seen.choice.found.seconds
+            self.outlook.observe(seen.choice.value)
+            self.width.observe(int(found.nodes.max()), terms.width)
+            if terms.alike:
+                self.even.compare(price, seen.choice.value, terms.most, found.expected, seconds)
+        self.outlook.settle(price, price.roots, seen.expected, seconds)
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         """Learns from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
@@ -184,7 +227,7 @@ class BudgetSpeculation:
                 bucket=bucket,
                 nodes=tuple(nodes),
                 drafted=drafted,
-                expected=len(verified) + (self._proposed.allocation.expected if self._proposed else 0.0),
+                expected=len(verified) + (self._proposed.expected if self._proposed else 0.0),
                 realised=sum(len(v.path) for v in verified.values()),
                 expected_s=self.curve.step_seconds(rows, drafted, ctx),
                 step_s=whole_s,
@@ -201,12 +244,12 @@ class BudgetSpeculation:
         lessons, self._lessons = self._lessons, []
         for proposed, verified in lessons:
             kept, accepted = _outcome(proposed, verified)
-            self.calibration.observe(proposed.forest, kept, accepted, proposed.cells)
+            self.calibration.observe(proposed.forest, kept, accepted, proposed.choice.cells if proposed.choice else None)
 
 
 def _outcome(proposed: _Proposed, verified: Mapping[str, Verified]) -> tuple[Bools, Bools]:
     """Nodes that were verified and nodes that were accepted, [B, N]: the scheduler may have cut a tree or left a stream out."""
-    kept = proposed.allocation.kept
+    kept = proposed.kept
     number = np.cumsum(kept, axis=1)  # of a kept node in the tree that was verified, the root 0
     seen = [verified.get(id) for id in proposed.terms.ids]
     nodes = np.array([v.nodes if v is not None and v.sound else 0 for v in seen])

@@ -8,6 +8,7 @@ rows in between are free. No convexity is assumed anywhere. A mixture of experts
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,7 @@ class Learned:
             raise CurveError(f"edges {list(edges)[:8]} must be at least one count, from 1 on, rising")
         if self.prior.shape != self.edges.shape or not (np.isfinite(self.prior) & (self.prior >= 0)).all():
             raise CurveError(f"{self.prior.size} times for {len(self.edges)} edges; want one finite number >= 0 for each")
+        self._edges: list[int] = self.edges.tolist()
         self.measured = np.full(len(self.edges), np.nan)
         self.count = np.zeros(len(self.edges), np.int64)
         self.value: F64 = self.prior.copy()
@@ -68,15 +70,20 @@ class Learned:
         over: F64 = np.maximum(n / self.edges[-1], 1.0)
         return self.value[place] * over
 
+    def one(self, n: int) -> float:
+        """`at` of one count: 0.5 us where an array takes 5."""
+        place = min(bisect_left(self._edges, n), len(self._edges) - 1)
+        return float(self.value[place]) * max(n / self._edges[-1], 1.0)
+
     def observe(self, n: int, seconds: float) -> None:
         """Counts one measurement in at the edge that holds n. What is above the last edge is passed over."""
-        place = int(np.searchsorted(self.edges, n))
-        if place == len(self.edges) or not np.isfinite(seconds) or seconds <= 0:
+        place = bisect_left(self._edges, n)
+        if place == len(self._edges) or not 0 < seconds < math.inf:
             return
-        old = self.measured[place]
+        old = float(self.measured[place])
         self.count[place] += 1
         count = int(self.count[place])
-        if np.isnan(old):
+        if math.isnan(old):
             self.measured[place] = seconds
         else:
             self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(count, EMA_STEPS)
@@ -173,11 +180,11 @@ class CostCurve:
         return self._for_context(ctx).at(rows)
 
     def draft(self, streams: int) -> float:
-        return float(self._draft.at(streams)) if streams else 0.0
+        return self._draft.one(streams) if streams else 0.0
 
     def step_seconds(self, rows: int, streams: int, ctx: int = 0) -> float:
         """A whole cycle: host, draft for `streams` roots (0: none), verification."""
-        return self.overhead_s + self.draft(streams) + float(self.step(rows, ctx))
+        return self.overhead_s + self.draft(streams) + self._for_context(ctx).one(rows)
 
     def share_shape(self) -> None:
         """Lets contexts never measured, and edges of those that were, take the first one's shape: a step there costs so much more."""

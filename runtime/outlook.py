@@ -27,6 +27,7 @@ class Outlook:
         self._patience = PROBE
         self._sure = False  # the last draft paid by its own values
         self._sums: F64 | None = None  # of _gain, until the pool changes
+        self._mean: F64 | None = None  # of `even`, likewise
 
     @property
     def seen(self) -> bool:
@@ -42,7 +43,7 @@ class Outlook:
         self._pool[places] = 0.0
         self._pool[places, : value.shape[1]] = rows
         self._seen += len(rows)
-        self._sums = None
+        self._sums = self._mean = None
 
     def settle(self, price: Price, base: float, expected: float, seconds: float) -> None:
         """Hears what a step with a draft was expected to bring: if that pays, the next one is not asked about."""
@@ -74,6 +75,16 @@ class Outlook:
         rates = (base + gain) / price.seconds(counts, streams)
         place = int(np.argmax(rates))
         return float(rates[place]), int(counts[place])
+
+    def even(self, price: Price, streams: int, most: int = UNBOUNDED) -> tuple[int, float]:
+        """Nodes a stream that bring most tokens/s if all get as many, at most `most` together, and how many should be accepted of all."""
+        if self._mean is None:
+            trees = max(1, min(self._seen, POOL))
+            self._mean = np.concatenate([[0.0], np.cumsum(self._pool[:trees].sum(axis=0) / trees)])
+        gain = self._mean[: min(most, price.most) // max(streams, 1) + 1] * streams
+        rates = (price.roots + gain) / price.seconds(np.arange(len(gain)) * streams, streams)
+        place = int(np.argmax(rates))
+        return place, float(gain[place])
 
     def _gain(self) -> F64:
         """Sums of the 0, 1, 2 … largest values of the pool."""

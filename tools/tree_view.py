@@ -93,7 +93,7 @@ class RecordingBudget(BudgetSpeculation):
             chances: list[list[float]] = [[1.0]] * len(found)
             if self._proposed is not None:
                 value = self.calibration.values(self._proposed.forest)
-                kept = self._proposed.allocation.kept
+                kept = self._proposed.kept
                 chances = [[1.0, *value[b, kept[b]].tolist()] for b in range(len(found))]
             self._trees = {root.id: (tree, chance) for root, tree, chance in zip(roots, found, chances, strict=True)}
             return found

@@ -49,6 +49,25 @@ def test_text_equals_plain_decoding(seconds: tuple[float, ...], config: dict[str
     assert differing(run_all(made, REQUESTS)) == []
 
 
+@pytest.mark.parametrize("config", [{}, {"num_pages": 30, "max_num_batched_tokens": 24}])
+def test_text_equals_plain_decoding_where_streams_share(config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, spec = engine(executor(guess=scattered(5)), frozen(curve(), monkeypatch), **config)
+    monkeypatch.setattr(spec.even, "share", lambda price, streams, most: (min(3, most // streams), 1.0))
+    assert differing(run_all(made, REQUESTS)) == []
+    shared = [r for r in made.stats().budget_records if len(r.nodes) > 1 and set(r.nodes) == {3}]
+    assert len(shared) > 3 and spec.calibration.accepted.sum() > 10
+
+
+def test_streams_that_weigh_differently_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, asked = BudgetSpeculation(Drafter(), AUTO, curve()), list[int]()
+    monkeypatch.setattr(spec.even, "share", lambda price, streams, most: asked.append(streams) or (2, 1.0))
+    for weights, size in (((1.0, 1.0), 4), ((1.0, 2.0), 13)):
+        roots = [Root(r.id, r.tokens, r.pages, 40, r.depth, weight=w) for r, w in zip((root(1), root(2)), weights, strict=True)]
+        spec.before_step(Load(2, 0, 64, 16, 0), EngineStats())
+        assert sum(len(t) - 1 for t in spec.propose(roots, Taps.none(), EngineStats())()) >= size
+    assert asked == [2]
+
+
 def test_cheap_rows_are_filled_and_dear_ones_left(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {}
     for name, seconds in (("cheap", CHEAP), ("dear", DEAR)):
