@@ -145,7 +145,7 @@ class BudgetSpeculation:
             with stats.stage("grow"):
                 start_s = time.perf_counter()
                 self._proposed, grove = choose(logits)
-                self.even.took(time.perf_counter() - start_s, terms.share > 0)
+                self.even.took(len(roots), time.perf_counter() - start_s, terms.share > 0)
             return grove
 
         return trees

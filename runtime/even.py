@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from runtime.outlook import Outlook
 from runtime.price import F64, Price
 
@@ -26,38 +28,51 @@ class Mean:
         self.value += (value - self.value) / min(self.count, RECENT)
 
 
+class _Case:
+    """What was seen with so many streams."""
+
+    def __init__(self) -> None:
+        self.took = {True: Mean(OUTLIER), False: Mean(OUTLIER)}  # seconds of the host, of a share and of a choice
+        self.better = Mean()  # rate of a share ÷ that of a choice
+        self.since = 0  # steps since the last choice
+
+
 class Even:
     """Two ways to spend a step's nodes. `choice`: all streams' nodes compared by value. `share`: m nodes to every stream, the m that
     the cost curve and the last trees make best.
 
     A choice brings more tokens, but the host takes 60 to 300 us longer over it, and the device waits: a tenth of a step of a small
     model, a hundredth of one of a large model. Both are priced, at every choice, and the better one is taken until the next.
+    Streams are told apart by the power of two that holds them.
     """
 
     def __init__(self, outlook: Outlook) -> None:
         self._outlook = outlook
-        self._took = {True: Mean(OUTLIER), False: Mean(OUTLIER)}  # seconds of the host, of a share and of a choice
-        self._better = Mean()  # rate of a share ÷ that of a choice
-        self._since = 0  # steps since the last choice
+        self._cases = defaultdict[int, _Case](_Case)
 
     def share(self, price: Price, streams: int, most: int) -> tuple[int, float]:
         """Nodes of every stream, and how many of them should be accepted; 0 where the nodes are to be compared."""
-        self._since += 1
-        if self._since >= LOOK or self._better.count < LEAST or self._better.value <= 1.0:
-            self._since = 0
+        case = self._of(streams)
+        case.since += 1
+        if case.since >= LOOK or case.better.count < LEAST or case.better.value <= 1.0:
+            case.since = 0
             return 0, 0.0
         return self._outlook.even(price, streams, most)
 
-    def took(self, seconds: float, share: bool) -> None:
+    def took(self, streams: int, seconds: float, share: bool) -> None:
         """Hears how long the host was at it."""
-        self._took[share].add(seconds)
+        self._of(streams).took[share].add(seconds)
 
     def compare(self, price: Price, value: F64, most: int, gain: float, seconds: float) -> None:
         """After a choice among nodes of these values [B, N], which should bring `gain` of them in so many seconds: what the same trees
         would have brought if shared."""
         streams = len(value)
+        case = self._of(streams)
         nodes, _ = self._outlook.even(price, streams, most)
-        choice_s = self._took[False].value
-        share_s = self._took[True].value if self._took[True].count else choice_s / 2
+        choice_s = case.took[False].value
+        share_s = case.took[True].value if case.took[True].count else choice_s / 2
         share = (price.roots + float(value[:, :nodes].sum())) / (float(price.seconds(nodes * streams, streams)) + share_s)
-        self._better.add(share * (seconds + choice_s) / (price.roots + gain))
+        case.better.add(share * (seconds + choice_s) / (price.roots + gain))
+
+    def _of(self, streams: int) -> _Case:
+        return self._cases[(streams - 1).bit_length()]

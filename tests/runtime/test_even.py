@@ -19,8 +19,8 @@ def even_after(value: np.ndarray, gain: float, choice_s: float, share_s: float, 
     outlook = Outlook()
     outlook.observe(value)
     even = Even(outlook)
-    even.took(choice_s, share=False)
-    even.took(share_s, share=True)
+    even.took(4, choice_s, share=False)
+    even.took(4, share_s, share=True)
     price = Price(CURVE, 4)
     for _ in range(times):
         even.compare(price, value, 28, gain, float(price.seconds(12, 4)))
@@ -49,12 +49,17 @@ def test_the_nodes_are_compared_now_and_then() -> None:
     assert [bool(shares(even)) for _ in range(2 * LOOK)] == 2 * ([True] * (LOOK - 1) + [False])
 
 
+def test_what_four_streams_do_says_nothing_of_eight() -> None:
+    even = even_after(ALIKE, float(np.sort(ALIKE, axis=None)[-12:].sum()), 0.2, 0.1)
+    assert even.share(Price(CURVE, 3), 3, 21)[0] and not even.share(Price(CURVE, 8), 8, 56)[0]
+
+
 def test_a_pause_of_the_machine_is_no_cost_of_the_method() -> None:
     even = even_after(ALIKE, float(np.sort(ALIKE, axis=None)[-12:].sum()), 0.2, 0.1)
     for _ in range(3):
-        even.took(50.0, share=True)
-        even.took(0.1, share=True)
-    assert even._took[True].value < 0.25
+        even.took(4, 50.0, share=True)
+        even.took(4, 0.1, share=True)
+    assert even._of(4).took[True].value < 0.25
 
 
 @pytest.mark.parametrize(("most", "nodes"), [(28, 3), (11, 2), (3, 0)])
