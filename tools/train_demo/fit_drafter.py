@@ -22,7 +22,7 @@ PEAK_RATE = 3e-3
 AGAIN_RATE = 2e-3  # for a drafter that was trained to the end before
 DECAY_DEPTH = 6.0  # a label at depth d weighs exp(-(d - 1) / 6): a deep guess counts only if a tree holds those before it, 0.93 of each
 TAUGHT = 0.5  # share of the loss against the target's whole distribution; the rest is against the token that it wrote
-CORPUS_EVERY = 8  # every eighth step takes long rows of the corpus instead, so that far positions are not forgotten
+CORPUS_EVERY = 16  # every sixteenth step takes long rows of the corpus instead, so that far positions are not forgotten
 
 
 @dataclass(frozen=True, slots=True)
