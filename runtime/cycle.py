@@ -42,7 +42,7 @@ from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
 from runtime.speculate import Speculator, StepWatcher, Taps, Verified
 from runtime.stats import EngineStats
-from runtime.types import I32, DraftTree, Emission, StepPlan, StepResult
+from runtime.types import I32, I64, DraftTree, Emission, StepPlan, StepResult
 from runtime.verdicts import Verdict, Walks, judge
 
 Delivery = tuple[Sequence, Emission]
@@ -72,6 +72,7 @@ class Cycle:
         self._taps = Taps.none()
         self._pruned: frozenset[str] = frozenset()  # sequences whose trees a constraint made smaller
         self._moves: I32 = np.zeros((0, 2), np.int32)
+        self._astray: tuple[I32, I32, I64, I32] | None = None  # what they are found from: slots, rows, places, slots of these
         self._flying = False  # a step is in flight
         self._settled: Iterable[tuple[Share, Verdict | None, Outcome | None]] = ()  # of the last step, until it is put away
         self._result: StepResult | None = None  # likewise
@@ -163,6 +164,7 @@ class Cycle:
             with stats.stage("accept"):
                 self._put_away()
         with stats.stage("plan"):
+            self._find_moves()
             self._scheduler.prepare()
             if stats.in_flight:
                 self._planner.get_ready(self._scheduler.expect(self._planner.nodes))
@@ -193,19 +195,16 @@ class Cycle:
         """As `_settle`, in one go, if all that happens to anybody is that it gets its tokens; else False. calm: `quiet`."""
         if calm is None or self._lost or not isinstance(verdicts, Walks):
             return False
-        (ends, left), tokens, counts, at = calm, verdicts.tokens, verdicts.counts, 0
-        if max(counts) >= left or not ends.isdisjoint(tokens):
+        (ends, left), tokens, edges = calm, verdicts.tokens, verdicts.edges.tolist()
+        if np.maximum.reduce(verdicts.counts) >= left or not ends.isdisjoint(tokens):
             return False
-        for share, count in zip(shares, counts, strict=True):
-            sequence, end = share.sequence, at + count
-            sequence.append(tokens[at:end])
-            sequence.computed += count
+        at = 0
+        for share, end in zip(shares, edges[1:], strict=True):
+            share.sequence.gain(tokens[at:end])
             at = end
         self._settled = zip(shares, verdicts, repeat(None))
         if self._keep_taps or not verdicts.grove.bare:
-            kept = np.array(counts)
-            places = np.arange(at) + (plan.row0 - kept.cumsum() + kept).repeat(kept)
-            self._leave(plan, verdicts.rows.astype(np.int32), places.astype(np.int32))
+            self._leave(plan, verdicts.rows.astype(np.int32), verdicts.places)
         return True
 
     def _settle(self, shares: list[Share], plan: StepPlan, verdicts: SequenceOf[Verdict]) -> None:
@@ -236,7 +235,7 @@ class Cycle:
         self._settled = settled
         self._drop_lost()
         if rows:
-            self._leave(plan, np.array(rows, np.int32), np.array(places, np.int32))
+            self._leave(plan, np.array(rows, np.int32), np.array(places))
 
     def _may_wait(self) -> bool:
         """Whether the next step is planned alike before and after `_put_away`: no pages come back, are looked up or run short."""
@@ -270,14 +269,21 @@ class Cycle:
         self._settled = ()
         self._untold, self._result = (outcomes, self._result), None
 
-    def _leave(self, plan: StepPlan, rows: I32, places: I32) -> None:
+    def _leave(self, plan: StepPlan, rows: I32, places: I64) -> None:
         """Leaves taps and moves for committed tokens: rows [n] and, for each, the row that owns the slot of its position."""
         slot = plan.slot.take(places)
+        if self._keep_taps:
+            self._taps = Taps(rows, plan.pos.take(rows), slot)
+        self._astray = plan.slot, rows, places, slot
+
+    def _find_moves(self) -> None:
+        """Of what was left for the next step, which no draft waits for."""
+        if self._astray is None:
+            return
+        (slots, rows, places, slot), self._astray = self._astray, None
         astray = (rows != places).nonzero()[0]
         if len(astray):
-            self._moves = np.stack([plan.slot.take(rows.take(astray)), slot.take(astray)], axis=1)
-        if self._keep_taps:
-            self._taps = Taps(rows, (plan.ctx - plan.row0).take(plan.seq.take(places)) + places, slot)
+            self._moves = np.stack([slots.take(rows.take(astray)), slot.take(astray)], axis=1)
 
     def _commit(self, share: Share, found: Outcome | None) -> int:
         """Advances `computed`, registers full pages of who has ended; returns the position up to which the step's K/V will be read.

@@ -84,7 +84,7 @@ class Grove(Sequence[DraftTree]):
         first, leap = self.lines.first, self.parent + self.lines.start
         leap[first] = first
         found = []
-        for _ in range(int(self.depth.max(initial=0)).bit_length()):
+        for _ in range(int(np.maximum.reduce(self.depth, initial=0)).bit_length()):
             found.append(leap)
             leap = leap.take(leap)
         return found
@@ -118,6 +118,7 @@ class Lines:
     """How the nodes of trees of given sizes lie."""
 
     ends: list[int]  # [B] one past each tree's last node
+    edges: I64  # [B + 1] 0 and those
     first: I64  # [B] each tree's root
     start: I64  # [T] the root of each node's tree
     node: I64  # [T] its place in the tree
@@ -127,11 +128,12 @@ class Lines:
 @lru_cache(maxsize=64)
 def _lines(sizes: tuple[int, ...]) -> Lines:
     """Trees of one size come step after step."""
-    count = np.array(sizes, np.int64)
-    ends = count.cumsum()
-    start = np.repeat(ends - count, count)
+    edges = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=edges[1:])
+    first, ends = edges[:-1], edges[1:].tolist()
+    start = np.repeat(first, sizes)
     node = np.arange(len(start)) - start
-    return Lines(ends.tolist(), ends - count, start, node, np.left_shift(np.uint64(1), (node % 64).astype(np.uint64)))
+    return Lines(ends, edges, first, start, node, np.left_shift(np.uint64(1), (node % 64).astype(np.uint64)))
 
 
 class Offer(Mapping[str, DraftTree]):

@@ -41,6 +41,7 @@ class _Due:
     ids: list[str]
     newest: list[int]
     nodes: int  # rows for draft nodes
+    room: list[int] | None = None  # rows of each that it holds the pages for, if these were taken ahead
 
 
 class Scheduler:
@@ -129,7 +130,7 @@ class Scheduler:
         decoding = [s for s in self.running if s.length - s.computed == 1]
         prompts = self._prompt_rows() if len(decoding) < len(self.running) else 0
         self._due = _Due(
-            [Share(s, s.computed, 0, 1, ()) for s in decoding],
+            [Share(s, s.computed, 0, 1, (), at) for at, s in enumerate(decoding)],
             [s.request.id for s in decoding],
             [s.newest for s in decoding],
             self._node_rows(len(decoding), prompts),
@@ -138,17 +139,18 @@ class Scheduler:
     def expect(self, nodes: list[int]) -> list[Share]:
         """Takes pages ahead for trees of so many nodes for all who decode, if nobody else runs and few of those left are wanted. After
         `prepare`; who then gets a smaller tree gives them back with the step. The shares, without trees; [] if nothing was taken."""
-        shares = [] if self._due is None else self._due.shares
-        if len(shares) != len(self.running) or len(shares) != len(nodes):
+        due = self._due
+        if due is None or len(due.shares) != len(self.running) or len(due.shares) != len(nodes):
             return []
-        size, most = self.pool.page_size, self.max_len
-        missing = [-(-min(s.start + rows, most) // size) - s.sequence.page_count for s, rows in zip(shares, nodes, strict=True)]
-        if 2 * sum(missing) > self.pool.available - len(shares):
+        size, ends = self.pool.page_size, [share.start + rows for share, rows in zip(due.shares, nodes, strict=True)]
+        missing = [max(0, -(-end // size) - share.sequence.page_count) for share, end in zip(due.shares, ends, strict=True)]
+        if max(ends, default=0) > self.max_len or 2 * sum(missing) > self.pool.available - len(nodes):
             return []
-        for share, pages in zip(shares, missing, strict=True):
-            if pages > 0:
+        for share, pages in zip(due.shares, missing, strict=True):
+            if pages:
                 share.sequence.add_pages(self.pool.take(pages))
-        return shares
+        due.room = nodes
+        return due.shares
 
     def schedule(self, trees: Mapping[str, DraftTree]) -> list[Share]:
         """Decides the next step: decoding sequences first, with their trees (by id), then chunks.
@@ -161,12 +163,12 @@ class Scheduler:
         shares, nodes = due.shares, due.nodes
         grown = self._whole(due, trees)
         if grown is not None:
-            for at, (share, size) in enumerate(zip(shares, grown.sizes, strict=True)):
-                share.nodes, share.trees, share.at = size, grown, at
+            for share, size in zip(shares, grown.sizes, strict=True):
+                share.nodes, share.trees = size, grown
         else:
             for share in shares:
                 sequence, tree = share.sequence, trees.get(share.sequence.id)
-                share.trees = Grove.roots([sequence.newest]) if tree is None else [self._fit(sequence, tree, nodes)]
+                share.trees, share.at = Grove.roots([sequence.newest]) if tree is None else [self._fit(sequence, tree, nodes)], 0
                 share.nodes = len(share.trees[0])
                 nodes -= share.nodes - 1
         if len(shares) < len(self.running):
@@ -191,6 +193,8 @@ class Scheduler:
             return None
         if len(grown.token) - len(grown) > due.nodes or grown.token.take(grown.lines.first).tolist() != due.newest:
             return None
+        if grown.sizes == due.room:
+            return grown
         size, longest, total, wanted = self.pool.page_size, self.max_len, 0, list[tuple[Sequence, int]]()
         for share, rows in zip(due.shares, grown.sizes, strict=True):
             end, sequence = share.start + rows, share.sequence

@@ -156,6 +156,11 @@ class Sequence:
                 at += 1
         self.length, self.newest = end, tokens[-1]
 
+    def gain(self, tokens: list[int]) -> None:
+        """Appends what was drawn along a path; the K/V of all but the last are in the cache."""
+        self.append(tokens)
+        self.computed += len(tokens)
+
     @property
     def pages(self) -> I32:
         return self._pages[: self.page_count]

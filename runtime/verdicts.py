@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
+import numpy as np
+
 from runtime.grove import Grove
 from runtime.types import I32, I64, Bools, DraftTree
 
@@ -28,14 +30,26 @@ class Verdict:
 class Walks(Sequence[Verdict]):
     """Verdicts in columns, none of them corrupted: 64 trees take what one does, and single verdicts are made when there is time."""
 
-    def __init__(self, grove: Grove, rows: I64, counts: list[int], tokens: list[int]) -> None:
+    def __init__(self, grove: Grove, rows: I64, edges: I64, tokens: list[int]) -> None:
         self.grove = grove
         self.rows = rows  # [n] accepted nodes, counted over all trees, rising
-        self.counts = counts  # [B] of each tree, its root included
+        self.edges = edges  # [B + 1] where each tree's begin among them, and n
         self.tokens = tokens  # [n] the target's token at each
 
+    @cached_property
+    def counts(self) -> I64:
+        """[B] accepted nodes of each tree, its root included."""
+        found: I64 = self.edges[1:] - self.edges[:-1]
+        return found
+
+    @property
+    def places(self) -> I64:
+        """[n] their places were each tree a chain of accepted nodes."""
+        lines = self.grove.lines
+        return np.arange(len(self.rows)) + (lines.first - self.edges[:-1]).repeat(self.counts)
+
     def __len__(self) -> int:
-        return len(self.counts)
+        return len(self.grove)
 
     @overload
     def __getitem__(self, index: int) -> Verdict: ...
@@ -47,16 +61,14 @@ class Walks(Sequence[Verdict]):
         return self.each[index]
 
     def __iter__(self) -> Iterator[Verdict]:
-        return iter(self.each)
+        yield from self.each  # made when the first one is asked for, not before
 
     @cached_property
     def each(self) -> list[Verdict]:
-        paths, at, found = (self.rows - self.grove.lines.start.take(self.rows)).tolist(), 0, list[Verdict]()
-        for count, end in zip(self.counts, self.grove.lines.ends, strict=True):
-            past = at + count
-            found.append(Verdict(paths[at:past], self.tokens[at:past], False, end - self.grove.sizes[len(found)]))
-            at = past
-        return found
+        lines, tokens, edges = self.grove.lines, self.tokens, self.edges.tolist()
+        paths = (self.rows - lines.start.take(self.rows)).tolist()
+        spans = zip(edges, edges[1:], lines.first.tolist(), strict=False)
+        return [Verdict(paths[at:end], tokens[at:end], False, first) for at, end, first in spans]
 
 
 def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> Sequence[Verdict]:
@@ -65,7 +77,7 @@ def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> Sequence[Ver
     trees: in the order of the out_rows, T nodes in all; target: [T] i32; sound: [T], False where the
     row's token means nothing. A row off the path changes nothing: plain decoding would not see it.
     """
-    grove, every = Grove.of(trees), bool(sound.all())
+    grove, every = Grove.of(trees), np.count_nonzero(sound) == len(sound)
     if every and grove.single:
         return _walk(grove, target)
     drawn, below, good, verdicts = target.tolist(), grove.children.get, None if every else sound.tolist(), list[Verdict]()
@@ -88,13 +100,12 @@ def judge(trees: Sequence[DraftTree], target: I32, sound: Bools) -> Sequence[Ver
 
 def _walk(grove: Grove, target: I32) -> Walks:
     """A node is on a path if the target drew its token at its parent, and that of every node above it likewise; by doubling the leap."""
-    first = grove.lines.first
+    lines = grove.lines
     if grove.bare:
-        return Walks(grove, first, grove.sizes, target.tolist())
+        return Walks(grove, lines.first, lines.edges, target.tolist())
     on = grove.token == target.take(grove.leaps[0])
-    on[first] = True
+    on[lines.first] = True
     for leap in grove.leaps:
         on &= on.take(leap)
     rows = on.nonzero()[0]
-    begins = rows.searchsorted(first).tolist()
-    return Walks(grove, rows, [end - at for at, end in zip(begins, [*begins[1:], len(rows)], strict=True)], target.take(rows).tolist())
+    return Walks(grove, rows, rows.searchsorted(lines.edges), target.take(rows).tolist())

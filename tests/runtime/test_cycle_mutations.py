@@ -42,23 +42,23 @@ def run_under_pressure() -> None:
 
 
 def _no_moves(patch: pytest.MonkeyPatch) -> None:
-    original = Cycle._leave
+    original = Cycle._find_moves
 
-    def leave(self: Cycle, plan: StepPlan, rows: np.ndarray, places: np.ndarray) -> None:
-        original(self, plan, rows, places)
+    def find(self: Cycle) -> None:
+        original(self)
         self._moves = self._moves[:0]
 
-    patch.setattr(Cycle, "_leave", leave)
+    patch.setattr(Cycle, "_find_moves", find)
 
 
 def _moves_backwards(patch: pytest.MonkeyPatch) -> None:
-    original = Cycle._leave
+    original = Cycle._find_moves
 
-    def leave(self: Cycle, plan: StepPlan, rows: np.ndarray, places: np.ndarray) -> None:
-        original(self, plan, rows, places)
+    def find(self: Cycle) -> None:
+        original(self)
         self._moves = self._moves[:, ::-1]
 
-    patch.setattr(Cycle, "_leave", leave)
+    patch.setattr(Cycle, "_find_moves", find)
 
 
 def _first_nodes_tapped(patch: pytest.MonkeyPatch) -> None:
