@@ -181,6 +181,11 @@ class Bench:
             worst = max(worst, error if np.isfinite(error) else float("inf"))
         return worst
 
+    def apart(self, other: Any) -> float:
+        """Largest relative L2 distance of a row of `out` from another output, all rows; NaN or inf where one is not finite."""
+        here, there = ((bits.astype(self.cp.uint32) << 16).view(self.cp.float32) for bits in (self.out, other))
+        return float((self.cp.linalg.norm(here - there, axis=-1) / self.cp.linalg.norm(there, axis=-1)).max())
+
     def graph(self, launches: list[Any]) -> Any:
         return capture(self.rig.stream, [launch.run for launch in launches])
 

@@ -137,6 +137,7 @@ class SideBySide:
         pool = rig.normal(PAGES * PAGE, WIDTH, 5)
         self.benches = {case: Bench(pool, rig, parse_case(case)) for case in cases}
         self.clock_hz = 1e3 * cp.cuda.Device().attributes["ClockRate"]  # kHz
+        self.outputs: dict[str, Any] = {}  # of each case's first variant
         self.batches = {}
         for heads in {bench.case.heads for bench in self.benches.values()}:
             batch = make_batch(heads, [9, 1, 17, 5], [1000, 0, 63, 64], seed=1, bucket=40, sequences=5)
@@ -172,7 +173,8 @@ class SideBySide:
             print(f"{head} {refused}", flush=True)
             return
         error = bench.error(launches)
-        if fault := self.wrong(case, config, error):
+        apart = bench.apart(self.outputs.setdefault(case, bench.out.copy()))
+        if fault := self.wrong(case, config, error) or (f"{apart:.2e} from the first variant" if not apart < 1.5 * MAX_ERROR else ""):
             print(f"{head} WRONG, not timed: {fault}", flush=True)
             return
         graph = bench.graph(launches[1])

@@ -31,13 +31,19 @@ def variants(case: str, dims: Dims) -> list[Config]:
     base = served(default_config(dims), dims)
     base = replace(base, float_parts=False)
     late = [trying(base, {"EARLY_KEYS": 0})]
+    ready, rehearsed = {"READY_FIRST": 1}, {"REHEARSED": 1}
+    owners = [trying(base, {"OWNERS": n}, ready) for n in (2, 3, 1)]
     others: dict[str, list[Config]] = {
-        "8x1x9x4096": [trying(base, {"MERGERS": 2})],
+        "8x1x9x4096": [trying(base, rehearsed), trying(base, rehearsed, ready)],
         "8x10x1x4096": [
-            trying(base, slots=26),  # one block of an item's merge stands beside it, not both
-            trying(base, {"MERGE_LATER": 0}),
+            *(trying(base, {"EARLY_BOXES": n}) for n in (9, 25)),  # one tile, all places; else two tiles
+            trying(base, rehearsed),
+            *(trying(base, rehearsed, ready, {"EARLY_BOXES": n}) for n in (0, 9, 25)),
         ],
-        "8x10x9x4096": [],
+        "8x10x9x4096": [trying(base, ready)],
+        "8x10x33x65536": [trying(base, ready)],
+        "32x10x9x4096": [trying(base, ready), *owners],
+        "64x10x9x4096": [trying(base, ready), trying(base, {"OWNERS": 2}), *owners],
         "64x10x33x65536": [trying(base, {"SOFTEN_FIRST": 0})],
     }
     return [base, *others.get(case, late)]

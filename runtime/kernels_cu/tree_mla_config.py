@@ -17,7 +17,8 @@ MAX_SMEM_BYTES = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a":
 MOST_SPLITS, MOST_SEQUENCES, ITEM_OVERHEAD = 1024, 1024, 3  # kMostSplits, kMostSequences, kItemOverhead
 L2_SHARE = 1.36  # L2's rate over the read rate: FlashMLA's 746 TFLOP/s on one H200 take 6.2 TB/s out of L2, memory gives 4.54
 ROOM_WAVES = 4  # partials a block has room for
-TRIALS = ("EARLY_KEYS", "MERGE_LATER", "MERGERS", "SOFTEN_FIRST", "STAMPS")  # prim/mla_trials.cuh
+# prim/mla_trials.cuh
+TRIALS = ("EARLY_KEYS", "EARLY_BOXES", "MERGE_LATER", "MERGERS", "READY_FIRST", "REHEARSED", "OWNERS", "SOFTEN_FIRST", "STAMPS")
 
 # What builds for wgmma are served with beyond the choice of `candidates`: fields of `Config`, by kind. Readings of one H200, us, without
 # and with (heads x streams x nodes x ctx). A merge of its own gains where launch, look-ups and merge are most of the time: 12.9 -> 11.7 at
@@ -125,6 +126,8 @@ class Config:
             raise ValueError(f"{self}: trials are of the kernels with wgmma")
         if dict(self.trials).get("MERGE_LATER") and (self.rows or self.octets > NARROW_OCTETS):
             raise ValueError(f"{self}: a merge of its own is for up to {NARROW_OCTETS} octets of columns")
+        if dict(self.trials).get("OWNERS") and not self.rows:
+            raise ValueError(f"{self}: owners are blocks of the kernel with queries as rows")
         if not 0 <= self.ahead <= BOXES:
             raise ValueError(f"{self}: {self.ahead} boxes ahead; a tile has {BOXES}")
         if not max(BOXES, 8 + self.ahead) <= self.slots <= 27:

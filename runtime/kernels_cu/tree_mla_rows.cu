@@ -32,9 +32,8 @@ constexpr int kThreads = 384;
 // Registers of a thread after the launch's 168 each are dealt anew: more than that in sum and the block waits for ever.
 constexpr int kCopierRegisters = 40, kProductRegisters = 232;
 static_assert(kCopierRegisters + 2 * kProductRegisters <= 3 * 168, "registers of a block");
-// A tile's boxes in the order in which they land: rope, then those whose places were free first.
-__device__ __forceinline__ constexpr int landing(int i) { return (int)(0x874365210ll >> 4 * i) & 15; }
 constexpr int kMax = kMoved + 8, kSum = kMax + 2 * kN * 4;  // maxima of both groups' last tiles; their sums
+constexpr int kTeller = OWNERS ? 6 : 3, kTold = OWNERS ? 288 : 256;  // the barrier behind an item's stores, and who meets there
 static_assert(kMax % 16 == 0 && kSum + 2 * kN * 4 <= 2048, "the tail of shared memory");
 
 struct Walker {
@@ -284,9 +283,82 @@ struct Walker {
     for (int b = 0; b < 32; ++b) o[b][0] = o[b][1] = o[b][2] = o[b][3] = 0.f;
   }
 
+#if OWNERS
+  // Boxes of a part: four a group, a thread's numbers 16 bytes at a time. visit(their place in the boxes, block of O).
+  template <int GROUP, class Visit> __device__ __forceinline__ void each_piece(int half, Visit visit) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) visit((4 * GROUP + i / 4) * kBox + i % 4 * 2048 + (thread_here() & 127) * 16, PART_F32 ? 16 * half + i : 2 * i);
+  }
+  // Sums of a piece to whoever owns its column tile.
+  template <int GROUP> __device__ __forceinline__ void hand_over(const Item& it, const float (&total)[2]) const {
+    const size_t slot = (size_t)it.slot + it.split - 1;
+    if (GROUP == 0 && (lane & 3) == 0)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) reinterpret_cast<float2*>(p.stats)[slot * kN + row + 8 * h] = pair(high[h], total[h]);
+#pragma unroll
+    for (int half = 0; half < kPartTiles; ++half)
+      each_piece<GROUP>(half, [&](int at, int b) {
+        uint4 v;
+        if constexpr (PART_F32) v = make_uint4(__float_as_uint(o[b][0]), __float_as_uint(o[b][1]), __float_as_uint(o[b][2]), __float_as_uint(o[b][3]));
+        else v = make_uint4(pack_bf16(o[b][0], o[b][1]), pack_bf16(o[b][2], o[b][3]), pack_bf16(o[b + 1][0], o[b + 1][1]), pack_bf16(o[b + 1][2], o[b + 1][3]));
+        *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(p.part) + slot * kPartBytes + half * (8 * kBox) + at) = v;
+      });
+  }
+  // Adds what others made of this item, in the order of the keys.
+  template <int GROUP> __device__ __forceinline__ void take_over(const Item& it, Cursor& at, float (&total)[2]) {
+#pragma unroll 1
+    for (int k = parts_awaited(it); k > 0; --k) {
+      float own[2], other[2];
+#pragma unroll
+      for (int half = 0; half < kPartTiles; ++half) {
+        bar_wait(tail(kFull) + 8 * at.slot, at.phase);
+        see_values<GROUP>(at);
+        if (half == 0)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 v = lds_f32x2(base + at.slot * kBox + (row + 8 * h) * 8);
+            const float x = fmaxf(high[h], v.x);
+            own[h] = exp2_fast(high[h] - x);
+            other[h] = exp2_fast(v.x - x);
+            total[h] = fmaf(other[h], v.y, own[h] * total[h]);
+            high[h] = x;
+          }
+        each_piece<GROUP>(half, [&](int from, int b) {
+          const uint4 v = lds128(base + (at.slot + 1) * kBox + from);
+          auto add = [&](float& x, float y, int h) { x = fmaf(other[h], y, own[h] * x); };
+          if constexpr (PART_F32) {
+            add(o[b][0], __uint_as_float(v.x), 0);
+            add(o[b][1], __uint_as_float(v.y), 0);
+            add(o[b][2], __uint_as_float(v.z), 1);
+            add(o[b][3], __uint_as_float(v.w), 1);
+          } else {
+            const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              add(o[b + i / 2][i % 2 * 2], low_half(w[i]), i % 2);
+              add(o[b + i / 2][i % 2 * 2 + 1], high_half(w[i]), i % 2);
+            }
+          }
+        });
+        fence_async_shared();                              // what comes there next is the copy engine's
+        named_barrier(3, 256);                             // both groups have read the sums
+        release(at, 1 + 4 * GROUP, 4);
+        if (GROUP == 0) release(at, 0, 1);
+        at = at.plus(kBoxes);
+      }
+    }
+  }
+#endif
+
   // The output or a partial.
-  template <int GROUP> __device__ __forceinline__ void finish(const Item& it) {
+  template <int GROUP> __device__ __forceinline__ void finish(const Item& it, Cursor& at) {
     stamp(5, threadIdx.x == 0);
+#if OWNERS
+#pragma unroll
+    for (int b = 0; b < 32; ++b)                           // products are over; where ptxas could not tell it serialised them all
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[b][e] = held(o[b][e]);
+#endif
     const int t = thread_here(), row = (t >> 5 & 3) * 16 + (t >> 2 & 7), lane = t & 31;
     float total[2];
 #pragma unroll
@@ -298,6 +370,12 @@ struct Walker {
     named_barrier(3, 256);
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = lds_f32(tail(kSum) + (row + 8 * h) * 4) + lds_f32(tail(kSum) + (kN + row + 8 * h) * 4);
+#if OWNERS
+    take_over<GROUP>(it, at, total);
+    if (it.splits < 0 && it.split > 0) {
+      hand_over<GROUP>(it, total);
+    } else
+#endif
     if (it.splits > 1) {
       const size_t slot = (size_t)it.slot + (size_t)it.split * it.stride;
 #pragma unroll
@@ -313,9 +391,9 @@ struct Walker {
         put_row(p.out, ((size_t)it.first + row + 8 * h) * kValue + GROUP * 256, o, h, 1.f / total[h], lane & 3, live);
       }
     }
-    named_barrier(3, 256);
+    named_barrier(kTeller, kTold);
     stamp(6, threadIdx.x == 0);
-    if (it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);  // for all: the barrier is behind their stores
+    if (!OWNERS && it.splits > 1 && threadIdx.x == 0) add_release(p.arrived + it.counter, 1);  // for all: the barrier is behind their stores
     stamp(7, threadIdx.x == 0);
   }
 
@@ -325,12 +403,15 @@ struct Walker {
       const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
       const int tiles = it.tiles;
       if (!tiles) continue;
+#if OWNERS
+      look_at(p.items + least(i + (int)gridDim.x, count - 1));
+#endif
       fetch_words(p, it, lane);
       begin_item();
       if constexpr (GROUP == 0) walk_even(it, tiles, at);
       else walk_odd(it, tiles, at);
       at = after(at, tiles);
-      finish<GROUP>(it);
+      finish<GROUP>(it, at);
     }
   }
 };
@@ -346,6 +427,7 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   Start start{};
   if (warp == 8) start = find_start(p, count, lane);       // while others make the barriers
+  else if (READY_FIRST) look_at(p.items + blockIdx.x);
   else prefetch_near(p.items + blockIdx.x);
 #endif
   if (threadIdx.x == 0) {
@@ -363,28 +445,33 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     prefetch_map(queries);
   }
   __syncthreads();
-#if EARLY_KEYS
-  if (warp != 8) {                                         // the copier waits itself, behind its first keys
+  auto begin = [&] {
     pdl_wait();
     pdl_trigger();
-  }
-  stamp(1, threadIdx.x == 0);
+    stamp(1, threadIdx.x == 0);
+  };
+#if EARLY_KEYS
+  if (!READY_FIRST && warp != 8) begin();                  // the copier waits itself, behind its first keys
 #else
-  pdl_wait();
-  pdl_trigger();
-  stamp(1, threadIdx.x == 0);
+  begin();
   const int count = *p.count;
 #endif
   if (warp >= 8) {
     lower_registers<kCopierRegisters>();
+    if (READY_FIRST && warp != 8) begin();
 #if EARLY_KEYS
     if (warp == 8) fill_ring(p, keys, queries, base, count, start);
 #else
     if (warp == 8) fill_ring(p, keys, queries, base, count, find_start(p, count, lane));
 #endif
+#if OWNERS
+    if (warp == 9) fetch_parts(p, base, count);
+    if (warp == 10) tell_parts(p, count, lane);
+#endif
     return;
   }
   raise_registers<kProductRegisters>();
+  if (READY_FIRST) begin();
   {
     Walker walker{p, base, warp & 3, lane, (warp & 3) * 16 + (lane >> 2), {0, 0}};
     if (warp < 4) walker.work<0>(count);

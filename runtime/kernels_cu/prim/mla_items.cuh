@@ -18,8 +18,8 @@ struct Item {       // a column tile and a range of its keys; tiles = 0: nothing
   int packed;       // column 0 within its sequence: node * A + head
   int seq, ctx;
   int tile0, tiles; // key tiles
-  int split, splits;
-  int slot, stride; // partial of split 0, and from split to split
+  int split, splits;// splits < 0: of as many pieces, and that of split 0 adds up the others' itself
+  int slot, stride; // partial of split 0, and from split to split; splits < 0: of split 1, the next one behind it
   int counter;      // of the column tile
 };
 
@@ -115,16 +115,16 @@ __device__ __forceinline__ void list_chunks(const PlanParams& p, const PlanRoom&
 // Even parts. The sequences' keys lie end to end on an axis, each behind kItemOverhead; it is cut into parts of `length`, and a part
 // has as many blocks as the widest sequence has column tiles: block i takes tile i % widest of all pieces in part i / widest, its
 // k-th at items[k * blocks + i].
-// First key tile of sequence b that part `part` begins with:
-__device__ __forceinline__ int cut(const PlanRoom& r, int b, int keys, int part, int length) {
-  const int at = part * length - r.start[b] - kItemOverhead;
+// First key tile of sequence b, which begins at start[b], that part `part` begins with:
+__device__ __forceinline__ int cut(const int* start, int b, int keys, int part, int length) {
+  const int at = part * length - start[b] - kItemOverhead;
   return at < kLeastPiece ? 0 : keys - at < kLeastPiece ? keys : at;
 }
-__device__ __forceinline__ Parts parts_of(const PlanRoom& r, int b, int keys, int length) {
-  const int start = r.start[b] + kItemOverhead;
-  Parts f{start / length, (start + keys) / length};
-  while (cut(r, b, keys, f.first + 1, length) == 0) ++f.first;
-  while (cut(r, b, keys, f.last, length) == keys) --f.last;
+__device__ __forceinline__ Parts parts_of(const int* start, int b, int keys, int length) {
+  const int begin = start[b] + kItemOverhead;
+  Parts f{begin / length, (begin + keys) / length};
+  while (cut(start, b, keys, f.first + 1, length) == 0) ++f.first;
+  while (cut(start, b, keys, f.last, length) == keys) --f.last;
   return f;
 }
 // False where the lists have no room for them; nothing is written then.
@@ -138,7 +138,7 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
   __syncthreads();
   for (int b = t; b < p.sequences; b += 256) {
     if (!r.rows[b]) continue;
-    r.parts[b] = parts_of(r, b, r.keys[b], length);
+    r.parts[b] = parts_of(r.start, b, r.keys[b], length);
   }
   __syncthreads();
   int slot = 0, counter = 0;
@@ -167,9 +167,9 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
       const int keys = r.keys[b], tiles = r.tiles[b];
       Parts f = r.parts[b];
       if (part < f.first || part > f.last) continue;
-      Item it = item_of(p, r, b, tile, cut(r, b, keys, part, length), cut(r, b, keys, part + 1, length));
+      Item it = item_of(p, r, b, tile, cut(r.start, b, keys, part, length), cut(r.start, b, keys, part + 1, length));
       const int seen = parts(it.ctx + (it.packed + it.columns - 1) / kHeads + 1, kTile);
-      while (cut(r, b, keys, f.last, length) >= seen) --f.last;
+      while (cut(r.start, b, keys, f.last, length) >= seen) --f.last;
       it.split = part - f.first;
       it.splits = f.last - f.first + 1;
       it.slot = r.slot[b] + tile;
@@ -183,6 +183,10 @@ __device__ __forceinline__ bool list_parts(const PlanParams& p, PlanRoom& r, int
   if (t == 0) *p.count = r.most_pieces * p.blocks;
   return true;
 }
+
+#if OWNERS
+#include "mla_owned.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_constant__ PlanParams p) {
   __shared__ PlanRoom r;
@@ -230,6 +234,16 @@ extern "C" __global__ void __launch_bounds__(256) tree_mla_plan(const __grid_con
   const uint32_t cost = block_extreme<false>(r, 0, mine, t);
   chunk = (int)block_extreme<true>(r, 1, mine == cost && fits ? chunk : 0, t);
   if (!chunk) chunk = longest;                            // one range each always fits
+#if OWNERS
+  __shared__ OwnedRoom o;
+  int owners = 0;
+  for (int b = 0; b < p.sequences; ++b) owners += r.tiles[b];
+  if (owners < p.blocks && p.blocks <= kMostBlocks) {
+    const int owned = owned_length(p, r, owners, (int)load, longest, t);
+    const int even = axis ? most(parts(axis, p.blocks / widest), 2 * kLeastPiece) + kItemOverhead : (int)cost;  // a part, below
+    if (owned && owned + OWNERS < least((int)cost, even) && list_owned(p, r, o, owners, owned, t)) return;
+  }
+#endif
   // Parts as FlashMLA's scheduler makes them: all blocks end together, but a sequence narrower than the widest leaves some idle. Most blocks
   // have two of them, which must gain something: 8 x 10 x 9 x 64k takes 225 us with 130 ranges of 79 tiles, 228 to 250 with parts of 78.
   if (widest <= p.blocks && axis) {

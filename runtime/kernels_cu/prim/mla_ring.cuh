@@ -42,6 +42,9 @@ __device__ __forceinline__ void wait_queries(smem_t base, const Cursor& first) {
 }
 
 #if USE_WGMMA
+[[maybe_unused]] constexpr int kEarly = EARLY_BOXES < SLOTS ? EARLY_BOXES : SLOTS;
+// A tile's boxes in the order in which they land with rows: rope, then those whose places were free first.
+__device__ __forceinline__ constexpr int landing(int i) { return (int)(0x874365210ll >> 4 * i) & 15; }
 // A block's first item and the cache rows of its first keys.
 struct Start {
   Item item;
@@ -55,6 +58,17 @@ __device__ __forceinline__ Start find_start(const Params& p, int count, int lane
   if ((int)blockIdx.x < count && start.item.tiles) start.rows = look_up(p, start.item, 0, lane);
   return start;
 }
+// The ring's place after `tiles` tiles, with rows.
+__device__ __forceinline__ Cursor after(const Cursor& at, int tiles) {
+  const Cursor halfway = tiles & 1 ? at.plus(kBoxes) : at;
+  return Cursor{halfway.slot, halfway.phase ^ (uint32_t)(tiles >> 1 & 1)};
+}
+#if OWNERS
+constexpr int kPartTiles = PART_F32 ? 2 : 1;               // places for key tiles that a part of O takes
+constexpr size_t kPartBytes = (size_t)kPartTiles * 8 * kBox;
+// Parts that an item's block waits for.
+__device__ __forceinline__ int parts_awaited(const Item& it) { return it.split == 0 && it.splits < 0 ? -it.splits - 1 : 0; }
+#endif
 // One warp asks for the copies of all items of this block: lane x for box x of a tile, each as soon as its place is free, so that nine
 // are under way in 0.6 us where one thread took 1.7. Cache rows are looked up a warp at a time, ahead of their use.
 __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys, const TensorMap& queries, smem_t base, int count, const Start& first) {
@@ -71,19 +85,20 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     if (i >= (int)gridDim.x) it = p.items[i];
     if (!it.tiles) continue;
-    const uint64_t policy = it.stride > 1 ? again : once;
+    const uint64_t policy = it.stride > 1 || (OWNERS && it.splits < 0) ? again : once;
     int rows = 0, next = i == (int)blockIdx.x ? first.rows : look_up(p, it, 0, lane);
 #if EARLY_KEYS
     // Keys first: of a block's first item all committed ones that have a place, before the kernel that makes the queries has ended.
     const Cursor start = at;
-    int before = started ? 1 : least(least(it.ctx / kTile - it.tile0, it.tiles), SLOTS / kBoxes);
+    int before = started ? 1 : least(least(it.ctx / kTile - it.tile0, it.tiles), EARLY_BOXES ? parts(kEarly, kBoxes) : SLOTS / kBoxes);
     if (before < 1) {
       pdl_wait();
       before = 1;
     }
+    bool asked = false;
     auto ask_queries = [&] {
       pdl_wait();
-      started = true;
+      started = asked = true;
       bar_wait(tail + kQFree, q_phase);
       q_phase ^= 1;
       if (lane < kBoxes) tensor_copy(base + kQAt + lane * kQBox, queries, tail + kFull + 8 * start.plus(lane).slot, column, it.first, again);
@@ -94,7 +109,10 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
 #endif
     for (int j = 0; j < it.tiles; ++j, at = at.plus(kBoxes)) {
 #if EARLY_KEYS
-      if (j == before) ask_queries();
+      if (j == before && !(EARLY_BOXES && asked)) ask_queries();
+#if EARLY_BOXES
+      bool late = !started && j * kBoxes + lane >= kEarly;
+#endif
 #endif
       const int place = j % batch;
       if (!place) {
@@ -108,6 +126,13 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
       const smem_t full = tail + kFull + 8 * own.slot, box = base + own.slot * kBox;
       bool due = lane < kBoxes;
       while (__any_sync(0xffffffffu, due)) {
+#if EARLY_KEYS && EARLY_BOXES
+        if (!started && !__any_sync(0xffffffffu, due && !late)) {
+          ask_queries();
+          late = false;
+        }
+        if (late) continue;
+#endif
         if (!due || !bar_test(tail + kEmpty + 8 * own.slot, own.phase)) continue;
         due = false;
         bar_expect(full, kBox + (j ? 0 : kQBox));
@@ -119,7 +144,14 @@ __device__ __forceinline__ void fill_ring(const Params& p, const TensorMap& keys
       stamp(2, lane == 0 && i == (int)blockIdx.x && !j);
     }
 #if EARLY_KEYS
-    if (before == it.tiles) ask_queries();
+    if (EARLY_BOXES ? !asked : before == it.tiles) ask_queries();
+#endif
+#if OWNERS
+    if (const int n = parts_awaited(it)) {
+      named_barrier(5, 64);                                // with who fetches them, who then
+      named_barrier(5, 64);                                // has waited for their places: none is waited for a round too early
+      at = after(at, n * kPartTiles);
+    }
 #endif
   }
 }

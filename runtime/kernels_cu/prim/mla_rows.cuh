@@ -23,11 +23,56 @@ __device__ __forceinline__ uint64_t seen_keys(const Params& p, int row, int node
   return last >= 63 ? seen : last < 0 ? 0 : seen & ((2ull << last) - 1);
 }
 
-// The ring's place after an item of `tiles` tiles.
-__device__ __forceinline__ Cursor after(const Cursor& at, int tiles) {
-  const Cursor halfway = tiles & 1 ? at.plus(kBoxes) : at;
-  return Cursor{halfway.slot, halfway.phase ^ (uint32_t)(tiles >> 1 & 1)};
+#if OWNERS
+// Tells of each item's parts as they are stored: a release takes 0.7 us, which whoever goes on to the next item need not wait.
+__device__ __forceinline__ void tell_parts(const Params& p, int count, int lane) {
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Item& it = p.items[i];
+    if (!it.tiles) continue;
+    named_barrier(6, 288);
+    if (lane == 0 && (it.splits > 1 || it.split > 0)) add_release(p.arrived + it.counter, 1);
+  }
 }
+// Parts come through the ring behind the item's last key tile: O where its values would be, maxima and sums in the place of rope. A warp of
+// its own brings them: the copier's 40 registers are full. A lane at a time, as they were stored, so no fence between proxies is needed.
+__device__ __forceinline__ void fetch_parts(const Params& p, smem_t base, int count) {
+  const int lane = threadIdx.x & 31;
+  Cursor at{0, 1};
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Item& it = p.items[i];
+    const int n = it.tiles ? parts_awaited(it) : 0;
+    at = after(at, it.tiles);
+    if (!n) continue;
+    named_barrier(5, 64);                                  // the last key tile is asked for: places' phases are this round's
+    if (lane == 0) {
+      wait_count(p.arrived + it.counter, n);
+      p.arrived[it.counter] = 0;                           // for the next launch
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int k = 0; k < n * kPartTiles; ++k, at = at.plus(kBoxes)) {
+      const uint8_t* part = reinterpret_cast<const uint8_t*>(p.part) + (size_t)it.slot * kPartBytes + (size_t)k * (8 * kBox) + 16 * lane;
+      const float* stats = p.stats + ((size_t)it.slot + k / kPartTiles) * (2 * kN) + 4 * lane;
+#pragma unroll 1
+      for (int j = 0; j < kBoxes; ++j) {
+        const int x = landing(j);
+        const smem_t full = base + kTailAt + kFull + 8 * (at.slot + x), box = base + (at.slot + x) * kBox + 16 * lane;
+        bar_wait(base + kTailAt + kEmpty + 8 * (at.slot + x), at.phase);
+        if (x == 0) {
+          cp_async16(box, stats);
+        } else {
+#pragma unroll
+          for (int b = 0; b < kBox; b += 512) cp_async16(box + b, part + (x - 1) * kBox + b);
+        }
+        cp_async_arrive_more(full);
+        __syncwarp();
+        if (lane == 0) bar_arrive(full);
+      }
+    }
+    named_barrier(5, 64);
+  }
+}
+#endif
 
 // 256 columns of a row (h: the thread's first or second) times `scale` as bf16 to element `at`; lane q of four stores 16 bytes at a time.
 __device__ __forceinline__ void put_row(uint8_t* to, size_t at, const float (&o)[32][4], int h, float scale, int q, bool live) {

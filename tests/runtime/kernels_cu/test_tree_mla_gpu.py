@@ -12,7 +12,7 @@ from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, served
 from runtime.ops import OPS
 from tests.compare import check_bitwise, check_close
 from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, make_batch
-from tests.runtime.kernels_cu.test_tree_mla_shim import CASES, TRIALS, with_trials
+from tests.runtime.kernels_cu.test_tree_mla_shim import CASES, SPLIT, SPLITS, TRIALS, with_trials
 from tools.mla_rig import PLAN, Attention
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +57,20 @@ def test_heads(heads, octets):
 def test_trials_match_the_definition(name):
     batch = CASES[name][1]
     check_close(Device(batch, with_trials(name)).run(), batch.reference(), TOLERANCE)
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["f32", "bf16"])
+def test_owners_and_helpers(parts):
+    """80 column tiles of 10 or 11 key tiles: 80 blocks own one each, 52 help; and again, with the counters that the first run left."""
+    trials = (("EARLY_KEYS", 1), ("READY_FIRST", 1), ("OWNERS", 2))
+    batch = make_batch(64, [20] * 4, [630, 600, 640, 590], seed=5)
+    device = Device(batch, replace(ROWS, float_parts=parts, trials=trials))
+    first = device.run()
+    check_close(first, batch.reference(), TOLERANCE)
+    items = device.cp.asnumpy(device.room["items"]).view(np.int32).reshape(-1, 12)
+    assert ((items[:80, SPLIT] == 0) & (items[:80, SPLITS] < 0)).sum() > 40
+    for _ in range(3):
+        check_bitwise(device.run(), first)
 
 
 @pytest.mark.parametrize("config", [Config(), Config(octets=2, slots=9, producers=2, wgmma=False)], ids=str)

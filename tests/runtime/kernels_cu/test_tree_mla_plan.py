@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from runtime.kernels_cu.tree_mla_config import ITEM_OVERHEAD, TILE, Config, Dims
 FIELDS = ("first", "columns", "packed", "seq", "ctx", "tile0", "tiles", "split", "splits", "slot", "stride", "counter")
 ROWS = Config(octets=8, slots=18, rows=True)
 NARROW = Config(octets=1, slots=17, producers=2, wgmma=False)
+OWNED = replace(ROWS, trials=(("OWNERS", 2),))
 
 
 def items_of(get, config: Config, heads: int, rows: list[int], ctx: list[int], blocks: int, bucket: int = 0) -> list[dict[str, int]]:
@@ -45,21 +47,22 @@ def check_items(items: list[dict[str, int]], config: Config, heads: int, rows: l
             assert [i["tile0"] for i in mine] == [0, *np.cumsum([i["tiles"] for i in mine])[:-1]]
             assert sum(i["tiles"] for i in mine) == keys
             assert [i["split"] for i in mine] == list(range(len(mine)))
+            owned = mine[0]["splits"] < 0  # the first piece's block has its sums in registers, which take no slot
             assert {(i["splits"], i["first"], i["columns"], i["ctx"]) for i in mine} == {
-                (len(mine), int(row0[b]) * heads + packed, columns, c)
+                (-len(mine) if owned else len(mine), int(row0[b]) * heads + packed, columns, c)
             }
             (counter,) = {i["counter"] for i in mine}
             assert counter not in counters
             counters.add(counter)
-            for i in mine if len(mine) > 1 else ():
-                slot = i["slot"] + i["split"] * i["stride"]
+            for i in mine[owned:] if len(mine) > 1 else ():
+                slot = i["slot"] + (i["split"] - owned) * i["stride"]
                 assert 0 <= slot < room and slot not in slots
                 slots.add(slot)
             found += len(mine)
     assert found == len(live)
 
 
-@pytest.mark.parametrize("config", [ROWS, NARROW], ids=["rows", "narrow"])
+@pytest.mark.parametrize("config", [ROWS, NARROW, OWNED], ids=["rows", "narrow", "owned"])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_key_of_every_tile_is_listed_once(shim, config, seed):
     rng = np.random.default_rng(seed)
@@ -84,6 +87,27 @@ def test_blocks_end_together(shim, heads, streams, q, ctx):
     assert load.max() <= 1.06 * load.sum() / 132 + ITEM_OVERHEAD
     walked = max(sum(i["tiles"] for i in items[block::132] if i["tiles"]) for block in range(132))
     assert abs(walked - w.tiles_each) <= 2 * ITEM_OVERHEAD, (walked, w)
+
+
+@pytest.mark.parametrize(("heads", "most"), [(64, 47), (32, 27)])
+def test_owners_wait_for_nobody_for_long(shim, heads, most):
+    """64 heads x 10 streams x 9 nodes x 4k: 90 owners of 47 key tiles, 42 helpers that are through before; parts are 49."""
+    items = items_of(shim, OWNED, heads, [9] * 10, [4096] * 10, 132)
+    check_items(items, OWNED, heads, [9] * 10, [4096] * 10, slot_room(Dims(90, 10, heads, 4105), OWNED, 132))
+    owners = {i["counter"]: block % 132 for block, i in enumerate(items) if i["tiles"] and not i["split"]}
+    assert len(owners) == len(set(owners.values())) == -(-9 * heads // 64) * 10
+    assert max(i["tiles"] for i in items if i["tiles"] and not i["split"]) == most
+    for block in set(range(132)) - set(owners.values()):
+        mine = [i for i in items[block::132] if i["tiles"]]
+        assert all(i["split"] for i in mine) and sum(i["tiles"] + 2 for i in mine) <= most + 2
+    assert 2 <= max(-i["splits"] for i in items if i["tiles"]) <= 4
+
+
+def test_helpers_of_too_many_pieces_are_not_asked(shim):
+    """108 column tiles leave 24 helpers, five pieces each and more: the list has no room, so ranges or parts are taken."""
+    items = items_of(shim, OWNED, 64, [9] * 12, [2000] * 12, 132)
+    check_items(items, OWNED, 64, [9] * 12, [2000] * 12, slot_room(Dims(108, 12, 64, 2009), OWNED, 132))
+    assert all(i["splits"] >= 1 for i in items if i["tiles"])
 
 
 def test_mutation_a_key_left_out_shows(shim):

@@ -14,14 +14,15 @@ from runtime.ops import OPS
 from tests.compare import check_bitwise, compare
 from tests.runtime.kernels_cu.mla_cases import SCALE, Batch, bf16, make_batch
 
+TILES, SPLIT, SPLITS, SLOT = 6, 7, 8, 9  # of an item's numbers
 TOLERANCE = OPS["tree_mla"].tolerance
 TINY = Config(octets=1, slots=17, producers=2, wgmma=False)
 WIDE = Config(octets=4, slots=10, producers=4, wgmma=False)
 FINE = replace(TINY, chunk=1)  # every 64 keys a split of their own
 
 
-def run(batch: Batch, get, config: Config, blocks: int = 4, descending: bool = False) -> np.ndarray:
-    """[M, A, 512] f32; the output starts as NaN, partials and items as 0xFF. blocks: how many the plan counts on."""
+def run(batch: Batch, get, config: Config, blocks: int = 4, descending: bool = False, edit=lambda items: None) -> np.ndarray:
+    """[M, A, 512] f32; the output starts as NaN, partials and items as 0xFF. blocks: how many the plan counts on; edit: of its items."""
     d = batch.dims
     room = {name: np.full(size, 0xFF, np.uint8) for name, size in workspace_bytes(d, config, blocks).items()}
     room["arrived"][:] = 0
@@ -31,6 +32,9 @@ def run(batch: Batch, get, config: Config, blocks: int = 4, descending: bool = F
     lib = get("mla_entry.cu", config.defines(d.heads))
     assert (lib.cpu_params_bytes(), lib.cpu_plan_bytes(), lib.cpu_item_bytes()) == (ctypes.sizeof(Params), ctypes.sizeof(PlanParams), 48)
     lib.cpu_tree_mla_plan(ctypes.byref(plan))
+    items = room["items"].view(np.int32).reshape(-1, 12)[: int(room["count"].view(np.int32)[0])]
+    items[:] = items[np.argsort(items[:, SPLIT] == 0, kind="stable")]  # one block does all: owners behind those that they wait for
+    edit(items)
     lib.cpu_tree_mla(ctypes.byref(params), len(batch.cache), ctypes.c_size_t(config.smem_bytes()), int(descending))
     assert not room["arrived"].any()  # ready for the next launch
     return out.astype(np.float32)
@@ -87,14 +91,16 @@ CASES |= {
 
 TRIALS = {  # of prim/mla_trials.cuh
     "wgmma: tree, several splits": ("EARLY_KEYS", "MERGE_LATER", "MERGERS"),
-    "wgmma: bf16 partials, dead rows": ("EARLY_KEYS", "MERGE_LATER"),
+    "wgmma: bf16 partials, dead rows": ("EARLY_KEYS", "MERGE_LATER", "REHEARSED", "EARLY_BOXES"),
+    "ahead: wgmma, three boxes, a ring of eleven": ("EARLY_KEYS", "EARLY_BOXES=13"),
     "rows: 64 heads, bf16 partials": ("EARLY_KEYS", "SOFTEN_FIRST"),
     "rows: ragged, every tile a split, pages of 16": ("EARLY_KEYS",),
 }
 
 
 def with_trials(name: str) -> Config:
-    return replace(CASES[name][0], trials=tuple((trial, 1) for trial in TRIALS[name]))
+    named = [trial.partition("=") for trial in TRIALS[name]]
+    return replace(CASES[name][0], trials=tuple((trial, int(value or 1)) for trial, _, value in named))
 
 
 @pytest.mark.parametrize("name", TRIALS)
@@ -103,6 +109,36 @@ def test_trials_match_the_definition(shim, name):
     got = check(batch, shim, with_trials(name), descending=True)
     if "MERGE_LATER" not in TRIALS[name]:  # which sums in another order
         check_bitwise(got, run(batch, shim, config))
+
+
+OWNED = {  # batch, blocks, OWNERS, pieces of each column tile
+    "three helpers and two, half a column tile": (make_batch(32, [3], [900], seed=3), 7, 1, [4, 3]),
+    "ragged, nobody helps the last": (make_batch(64, [2, 1], [700, 330], page=16, seed=4, bucket=4, sequences=3), 7, 2, [3, 3, 1]),
+}
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", OWNED)
+def test_owners_add_what_helpers_hand_over(shim, name, parts):
+    batch, blocks, pieces, found = *OWNED[name][:3], []
+    config = replace(ROWS, float_parts=parts, trials=(("EARLY_KEYS", 1), ("OWNERS", pieces)))
+
+    def note(items):
+        found.extend(abs(int(i[SPLITS])) for i in items[(items[:, TILES] > 0) & (items[:, SPLIT] == 0)])
+
+    got = check(batch, shim, config, blocks=blocks, edit=note)
+    assert found == OWNED[name][3]
+    check_bitwise(run(batch, shim, config, blocks=blocks, descending=True), got)
+
+
+def test_mutation_an_owner_that_takes_anothers_part_shows(shim):
+    batch, blocks, pieces, _ = OWNED["ragged, nobody helps the last"]
+    config = replace(ROWS, trials=(("OWNERS", pieces),))
+
+    def mix_up(items):
+        items[(items[:, TILES] > 0) & (items[:, SPLIT] == 0) & (items[:, SLOT] == 2), SLOT] = 0
+
+    assert not compare(run(batch, shim, config, blocks=blocks, edit=mix_up), batch.reference(), TOLERANCE).ok
 
 
 @pytest.mark.parametrize("name", CASES)
