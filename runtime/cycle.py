@@ -13,9 +13,10 @@ the sequence is gone by then. Pages that were given back meanwhile may receive a
 their new holder writes later than that.
 
 Whatever the device need not wait for is done while it is busy. Under the draft, or under the step where there is none: what the
-last step leaves is put away (outcomes, page keys, pages of rejected nodes), pages and seats of the next step, what the last step
-taught. Under the step: `tell`, which turns the last step's tokens into text and hands it out, and the table that its trees
-will be judged by. At the end of both: what comes next, as a rehearsal (`runtime.flight`). Without a next step nothing is held back.
+last step leaves is put away (outcomes, page keys, pages of rejected nodes), moves are found, pages and seats of the next step, where
+its rows will lie if trees are as large as they were, what the last step taught. Under the step: `tell`, which turns the last step's
+tokens into text and hands it out, what its trees will be judged by, and which tokens would end anybody: without these all requests
+are settled in one go. At the end of both: what comes next, as a rehearsal (`runtime.flight`). Without a next step nothing is held back.
 
     host    settle │draft     put away, pages │grow plan │verify     emit of the step before  rehearse │settle
     device         │▕▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▏      │          │▕▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▔▏│
@@ -24,8 +25,9 @@ will be judged by. At the end of both: what comes next, as a rehearsal (`runtime
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from itertools import repeat
 
 import numpy as np
@@ -113,7 +115,7 @@ class Cycle:
                 self._settle(shares, plan, verdicts)
             self._result = result
         if self._watcher is not None:
-            self._watcher.after_step(plan.m, plan.bucket, _verified(shares, verdicts, self._pruned), result.experts, stats)
+            self._watcher.after_step(plan.m, plan.bucket, _Outcomes(shares, verdicts, self._pruned), result.experts, stats)
         took_s, streams = time.perf_counter() - start_s, len(shares) - len(chunks)
         stats.count_step(plan.bucket, plan.m, took_s, result.experts, streams, sum(chunks), stats.flown_s - flown_s)
 
@@ -314,11 +316,26 @@ class Cycle:
             sequence.registered = full
 
 
-def _verified(shares: list[Share], verdicts: SequenceOf[Verdict], pruned: frozenset[str]) -> dict[str, Verified]:
-    """What became of the trees of decoding sequences, by sequence id."""
-    trees = [share for share in shares if share.nodes]
-    return {
-        share.sequence.id: Verified(share.nodes - 1, verdict.path, not verdict.corrupted and share.sequence.id not in pruned)
-        for share, verdict in zip(trees, verdicts, strict=True)
-        if share.before == 0
-    }
+class _Outcomes(Mapping[str, Verified]):
+    """What became of the trees of decoding sequences, by sequence id; looked at when there is time."""
+
+    def __init__(self, shares: list[Share], verdicts: SequenceOf[Verdict], pruned: frozenset[str]) -> None:
+        self._shares, self._verdicts, self._pruned = shares, verdicts, pruned
+
+    @cached_property
+    def _each(self) -> dict[str, Verified]:
+        trees = [share for share in self._shares if share.nodes]
+        return {
+            share.sequence.id: Verified(share.nodes - 1, verdict.path, not verdict.corrupted and share.sequence.id not in self._pruned)
+            for share, verdict in zip(trees, self._verdicts, strict=True)
+            if share.before == 0
+        }
+
+    def __getitem__(self, id: str) -> Verified:
+        return self._each[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._each)
+
+    def __len__(self) -> int:
+        return len(self._each)

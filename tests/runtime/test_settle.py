@@ -125,7 +125,7 @@ def _rows_of_the_first_nodes(patch: pytest.MonkeyPatch) -> None:
         if isinstance(verdicts, Walks):
             starts = verdicts.grove.lines.first.repeat(verdicts.counts)
             nodes = np.concatenate([np.arange(count) for count in verdicts.counts])
-            found = Walks(verdicts.grove, starts + nodes, verdicts.counts, verdicts.tokens)
+            found = Walks(verdicts.grove, starts + nodes, verdicts.edges, verdicts.tokens)
             return original(self, shares, plan, found, calm)
         return original(self, shares, plan, verdicts, calm)
 
@@ -135,7 +135,7 @@ def _rows_of_the_first_nodes(patch: pytest.MonkeyPatch) -> None:
 def _places_of_the_first_tree(patch: pytest.MonkeyPatch) -> None:
     """All accepted nodes moved to where the step's first rows are."""
     original = Cycle._leave
-    patch.setattr(Cycle, "_leave", lambda self, plan, rows, places: original(self, plan, rows, np.arange(len(places), dtype=np.int32)))
+    patch.setattr(Cycle, "_leave", lambda self, plan, rows, places: original(self, plan, rows, np.arange(len(places))))
 
 
 def _twins_are_all_on_the_path(patch: pytest.MonkeyPatch) -> None:
