@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from runtime.budget import F64, Allocation, Calibration, Cells, allocate, caps_mask, find_cells, prune, stream_weights
-from runtime.clock import StepClock
+from runtime.clock import StepClock, Times
 from runtime.config import SpeculativeConfig
 from runtime.curve import CostCurve
 from runtime.even import Even
@@ -30,6 +30,7 @@ from runtime.tree import Forest, grow_forest
 from runtime.types import I32, Array, Bools, DraftLogits
 from runtime.width import Width
 
+HEARD = 4  # of steps whose streams share one in so many is learned from: they are short, and hearing takes 0.1 ms
 MOST_NODES = 64  # a stream; 64 streams of them grow in 1.1 ms, so that is rare (runtime/width.py)
 
 
@@ -76,6 +77,20 @@ class _Proposed:
         return self.choice.found.kept if self.choice else caps_mask(self.forest, np.minimum(terms.caps, terms.width), terms.depth)
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a step has to teach, until there is time for it."""
+
+    rows: int  # live
+    bucket: int
+    times: Times
+    proposed: _Proposed | None
+    grow_s: float  # of the host, in which it was made
+    verified: Mapping[str, Verified]
+    experts: float
+    stats: EngineStats
+
+
 class TimedDecoding(NoSpeculation):
     """Plain decoding whose steps go on teaching a cost curve: what a latency target needs where nothing is drafted."""
 
@@ -87,7 +102,7 @@ class TimedDecoding(NoSpeculation):
         self._clock.start(load, stats)
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
-        self._clock.stop(bucket, stats)
+        self._clock.teach(rows, bucket, self._clock.read(stats))
 
     def learn(self) -> None:
         """The curve has been told."""
@@ -111,10 +126,11 @@ class BudgetSpeculation:
         self._top_k = config.draft_top_k
         self._clock = StepClock(curve)
         self._proposed: _Proposed | None = None  # of the step that is being made
-        self._unseen: _Proposed | None = None  # of the last one, until outlook and width have heard of it
         self._last: DraftLogits | None = None
         self._rehearsal = Rehearsal()
-        self._lessons: list[tuple[_Proposed, Mapping[str, Verified]]] = []  # of steps that calibration has not heard of
+        self._grow_s = 0.0
+        self._shared = 0  # steps
+        self._lessons: list[Lesson] = []
 
     def before_step(self, load: Load, stats: EngineStats) -> None:
         self._proposed = None
@@ -126,7 +142,6 @@ class BudgetSpeculation:
         decoding = max(load.decoding, len(roots))
         price = Price(self.curve, decoding, load.prompt, load.limit, load.reserved, load.ctx)
         with stats.stage("plan"):
-            self._look_back()
             pays = self.outlook.pays(price, base=decoding, streams=len(roots), most=most)
         if not pays:
             write_taps(self._executor, taps, stats)
@@ -145,21 +160,20 @@ class BudgetSpeculation:
             with stats.stage("grow"):
                 start_s = time.perf_counter()
                 self._proposed, grove = choose(logits)
-                self.even.took(len(roots), time.perf_counter() - start_s, terms.share > 0)
+                self._grow_s = time.perf_counter() - start_s
             return grove
 
         return trees
 
     def _terms(self, roots: Sequence[Root], price: Price, most: int) -> _Terms:
         """What can be known of a choice before its draft has landed."""
-        caps = np.array([root.most or root.nodes for root in roots])
-        depth = np.array([root.depth for root in roots])
-        weight = np.array([root.weight for root in roots])
+        ids, *columns = Roots.limits(roots)
+        caps, depth, weight = (np.array(column) for column in columns)
         alike = not price.prompt and len(roots) == price.roots and weight.min() == weight.max()
         share, expected = self.even.share(price, len(roots), most) if alike else (0, 0.0)
         width = min(int(caps.max()), share or self.width.next())
         return _Terms(
-            ids=[root.id for root in roots],
+            ids=ids,
             caps=caps,
             depth=depth,
             bounded=bool(caps.min() < width or depth.min() < self.depth),
@@ -200,51 +214,59 @@ class BudgetSpeculation:
         forest = grow_forest(logits, tokens, terms.width, terms.depth.tolist() if terms.bounded else self.depth)
         return _Proposed(terms, forest, terms.expected, None), forest.cut(np.minimum(terms.caps, terms.width))
 
-    def _look_back(self) -> None:
-        """What the last draft was worth says whether to make the next one, and how wide."""
-        seen, self._unseen = self._unseen, None
-        if seen is None:
-            return
-        terms, price = seen.terms, seen.terms.price
-        if seen.choice is None:
-            seconds = float(price.seconds(terms.share * len(terms.ids), len(terms.ids)))
-        else:
-            found, seconds = seen.choice.found, seen.choice.found.seconds
-            self.outlook.observe(seen.choice.value)
-            self.width.observe(int(found.nodes.max()), terms.width)
-            if terms.alike:
-                self.even.compare(price, seen.choice.value, terms.most, found.expected, seconds)
-        self.outlook.settle(price, price.roots, seen.expected, seconds)
-
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
-        """Learns from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
-        drafted, ctx = self._clock.drafted, self._clock.load.ctx
-        whole_s = self._clock.stop(bucket, stats)
-        nodes = [v.nodes for v in verified.values()]
-        stats.count_budget(
-            BudgetStep(
-                rows=rows,
-                bucket=bucket,
-                nodes=tuple(nodes),
-                drafted=drafted,
-                expected=len(verified) + (self._proposed.expected if self._proposed else 0.0),
-                realised=sum(len(v.path) for v in verified.values()),
-                expected_s=self.curve.step_seconds(rows, drafted, ctx),
-                step_s=whole_s,
-                experts=experts,
-            )
-        )
-        if self._proposed is not None:
-            self._lessons.append((self._proposed, verified))
-            self._unseen, self._proposed = self._proposed, None
+        """Notes what there is to learn from a step of `rows` live rows: its times, and each tree's accepted nodes (by sequence id)."""
+        self._lessons.append(Lesson(rows, bucket, self._clock.read(stats), self._proposed, self._grow_s, verified, experts, stats))
+        self._proposed, self._grow_s = None, 0.0
 
     def learn(self) -> None:
-        """Calibrates acceptance, and looks back at what the draft was worth."""
-        self._look_back()
+        """Works the notes off."""
         lessons, self._lessons = self._lessons, []
-        for proposed, verified in lessons:
-            kept, accepted = _outcome(proposed, verified)
-            self.calibration.observe(proposed.forest, kept, accepted, proposed.choice.cells if proposed.choice else None)
+        for lesson in lessons:
+            self.hear(lesson)
+
+    def hear(self, lesson: Lesson) -> None:
+        """Teaches curve, calibration and outlook."""
+        verified, proposed, times = lesson.verified, lesson.proposed, lesson.times
+        expected = proposed.expected if proposed else 0.0
+        realised = sum(len(v.path) for v in verified.values())
+        lesson.stats.count_budget(
+            BudgetStep(
+                rows=lesson.rows,
+                bucket=lesson.bucket,
+                nodes=tuple(v.nodes for v in verified.values()),
+                drafted=times.drafted,
+                expected=len(verified) + expected,
+                realised=realised,
+                expected_s=self.curve.step_seconds(lesson.rows, times.drafted, times.load.ctx),
+                step_s=times.whole_s,
+                experts=lesson.experts,
+            )
+        )
+        if proposed is not None and proposed.choice is None:
+            self._shared += 1
+            if self._shared % HEARD:
+                return
+        self._clock.teach(lesson.rows, lesson.bucket, times, lesson.grow_s)
+        if proposed is not None:
+            self.even.hear(len(proposed.terms.ids), proposed.terms.share, lesson.grow_s, realised - len(verified), expected)
+            if proposed.choice is not None:  # a share asks no calibration, and small models' steps are too short for idle work
+                kept, accepted = _outcome(proposed, verified)
+                self.calibration.observe(proposed.forest, kept, accepted, proposed.choice.cells)
+            self._judge(proposed)
+
+    def _judge(self, proposed: _Proposed) -> None:
+        """What a draft was worth says whether to make the next one, and how wide."""
+        terms, price = proposed.terms, proposed.terms.price
+        if proposed.choice is None:
+            seconds = float(price.seconds(terms.share * len(terms.ids), len(terms.ids)))
+        else:
+            found, seconds = proposed.choice.found, proposed.choice.found.seconds
+            self.outlook.observe(proposed.choice.value)
+            self.width.observe(int(found.nodes.max()), terms.width)
+            if terms.alike:
+                self.even.compare(price, proposed.choice.value, terms.most, found.expected, seconds)
+        self.outlook.settle(price, price.roots, proposed.expected, seconds, len(terms.ids), terms.most)
 
 
 def _outcome(proposed: _Proposed, verified: Mapping[str, Verified]) -> tuple[Bools, Bools]:

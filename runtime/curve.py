@@ -8,7 +8,6 @@ rows in between are free. No convexity is assumed anywhere. A mixture of experts
 from __future__ import annotations
 
 import json
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -20,18 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.host_cost import HostCost
+from runtime.learned import EMA_STEPS, CurveError, Learned
 from runtime.types import Array
 
 F64 = NDArray[np.float64]
-EMA_STEPS = 64  # observations of a bucket over which it forgets
-OUTLIER = 2.0  # an observation counts at most this many times the present value: a pause of the host is no cost of the device
-FIRST, FIT_EVERY = 4, 8  # observations of an edge after which all edges are fitted anew: the first ones, then every so many
 FORMAT = 1
+TELLING = 0.05  # of a bucket's time: if dead rows may save so much, a step tells what they do
 MARGINAL_SHARE = 0.25  # a further row is cheap when it costs less than this part of the average row
-
-
-class CurveError(ValueError):
-    """A stored curve that can not be used as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,82 +36,6 @@ class CurveKey:
     gpu: str
     model: str
     tp: int
-
-
-class Learned:
-    """A step function over rising edges: a prior shape, and what was measured of it.
-
-    An edge never measured takes the prior times the ratio measured ÷ prior of its neighbours, interpolated; past the
-    last one measured the ratio stays. What was measured is made to rise. So a prior of the right shape is only scaled, and
-    a constant one is interpolated.
-    """
-
-    def __init__(self, edges: Sequence[int], prior: Sequence[float]) -> None:
-        self.edges = np.asarray(edges, np.int64)
-        self.prior = np.asarray(prior, np.float64)
-        if self.edges.ndim != 1 or len(self.edges) == 0 or (np.diff(self.edges) <= 0).any() or self.edges[0] < 1:
-            raise CurveError(f"edges {list(edges)[:8]} must be at least one count, from 1 on, rising")
-        if self.prior.shape != self.edges.shape or not (np.isfinite(self.prior) & (self.prior >= 0)).all():
-            raise CurveError(f"{self.prior.size} times for {len(self.edges)} edges; want one finite number >= 0 for each")
-        self._edges: list[int] = self.edges.tolist()
-        self.measured = np.full(len(self.edges), np.nan)
-        self.count = np.zeros(len(self.edges), np.int64)
-        self.value: F64 = self.prior.copy()
-
-    def at(self, n: Array | int) -> F64:
-        """The value at the smallest edge >= n; above the last edge it grows in proportion (several launches)."""
-        n = np.asarray(n)
-        place = np.minimum(np.searchsorted(self.edges, n), len(self.edges) - 1)
-        over: F64 = np.maximum(n / self.edges[-1], 1.0)
-        return self.value[place] * over
-
-    def one(self, n: int) -> float:
-        """`at` of one count: 0.5 us where an array takes 5."""
-        place = min(bisect_left(self._edges, n), len(self._edges) - 1)
-        return float(self.value[place]) * max(n / self._edges[-1], 1.0)
-
-    def observe(self, n: int, seconds: float) -> None:
-        """Counts one measurement in at the edge that holds n. What is above the last edge is passed over."""
-        place = bisect_left(self._edges, n)
-        if place == len(self._edges) or not 0 < seconds < math.inf:
-            return
-        old = float(self.measured[place])
-        self.count[place] += 1
-        count = int(self.count[place])
-        if math.isnan(old):
-            self.measured[place] = seconds
-        else:
-            self.measured[place] = old + (min(seconds, OUTLIER * old) - old) / min(count, EMA_STEPS)
-        if count <= FIRST or count % FIT_EVERY == 0:
-            self._fit()
-
-    def reshape(self, prior: F64) -> None:
-        """Takes another prior; what was measured stays."""
-        self.prior = prior.copy()
-        self.value = prior.copy()
-        if self.count.any():
-            self._fit()
-
-    def _fit(self) -> None:
-        known = np.flatnonzero(~np.isnan(self.measured))
-        prior = np.maximum(self.prior, 1e-9)  # a prior of nothing has a shape too: constant
-        ratio = _rising(self.measured[known], np.minimum(self.count[known], EMA_STEPS)) / prior[known]
-        self.value = prior * np.interp(self.edges, self.edges[known], ratio)
-
-
-def _rising(value: F64, weight: Array) -> F64:
-    """The nearest rising values in weighted squares, by pooling neighbours that fall (isotonic regression).
-
-    More rows never cost less: a step may always be padded. So one slow measurement of a small edge is corrected by faster
-    larger ones, which matters as an edge that looks dear is not chosen and hence not measured again.
-    """
-    pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for v, w in zip(value.tolist(), weight.tolist(), strict=True):
-        pools.append((v, float(w), 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, wa, na), (b, wb, nb) = pools[-2:]
-            pools[-2:] = [((a * wa + b * wb) / (wa + wb), wa + wb, na + nb)]
-    return np.repeat([mean for mean, _, _ in pools], [members for _, _, members in pools])
 
 
 def find_threshold(rows: Sequence[int], times: Sequence[float], share: float = MARGINAL_SHARE) -> int | None:
@@ -147,6 +66,7 @@ class CostCurve:
         streams: Sequence[int] = (1 << 20,),
         draft_s: Sequence[float] = (0.0,),
         overhead_s: float = 0.0,
+        full: float = 1.0,
         note: str = "",
     ) -> None:
         rows: Sequence[Sequence[float]] = np.broadcast_to(np.asarray(step_s, np.float64), (len(contexts), len(buckets))).tolist()
@@ -158,7 +78,8 @@ class CostCurve:
         self._steps = [Learned(buckets, row) for row in rows]
         self._seen: list[int] = []  # contexts with a measurement
         self._draft = Learned(streams, draft_s)
-        self._overhead = Learned((1,), (overhead_s,))
+        self.host = HostCost(overhead_s)
+        self._full, self._parts = full, 0  # and of how many steps in part-filled buckets
         if list(self.contexts) != sorted(set(self.contexts)) or not self.contexts:
             raise CurveError(f"contexts {self.contexts} must rise")
 
@@ -167,8 +88,13 @@ class CostCurve:
         return self._steps[0].edges
 
     @property
-    def overhead_s(self) -> float:
-        return float(self._overhead.value[0])
+    def full(self) -> float:
+        """Share of the way up from the bucket below that a bucket costs however few of its rows are live; the rest rises with them.
+
+        1: padding costs what rows do. 0: nothing, as where experts' weights are all that takes time, for a dead row hits no expert
+        (K2.6's layers on an H200: 10 rows in a bucket of 16 took 5.5 ms, 8 rows 5.2 and 16 rows 6.4).
+        """
+        return self._full
 
     def _for_context(self, ctx: int) -> Learned:
         place = bisect_left(self.contexts, ctx, hi=len(self.contexts) - 1)
@@ -177,41 +103,50 @@ class CostCurve:
 
     def step(self, rows: Array | int, ctx: int = 0) -> F64:
         """Seconds of a step of that many live rows; a context never measured costs what the nearest measured one does."""
-        return self._for_context(ctx).at(rows)
+        return self._for_context(ctx).at(rows, self._full)
 
     def draft(self, streams: int) -> float:
         return self._draft.one(streams) if streams else 0.0
 
     def step_seconds(self, rows: int, streams: int, ctx: int = 0) -> float:
-        """A whole cycle: host, draft for `streams` roots (0: none), verification."""
-        return self.overhead_s + self.draft(streams) + self._for_context(ctx).one(rows)
+        """A whole cycle without prompts: host, draft for `streams` roots (0: none), verification."""
+        host_s = self.host.at(streams or rows, max(rows - streams, 0) if streams else 0, streams > 0)
+        return float(host_s) + self.draft(streams) + self._for_context(ctx).one(rows, self._full)
 
     def share_shape(self) -> None:
         """Lets contexts never measured, and edges of those that were, take the first one's shape: a step there costs so much more."""
         for step in self._steps[1:]:
             step.reshape(self._steps[0].value)
 
-    def observe_step(self, rows: int, ctx: int, seconds: float) -> None:
+    def observe_step(self, rows: int, ctx: int, seconds: float, bucket: int | None = None) -> None:
+        """rows: live ones, of `bucket` that were launched (None: all are live). Where many are not, a step tells what dead rows cost."""
         place = bisect_left(self.contexts, ctx, hi=len(self.contexts) - 1)
-        self._steps[place].observe(rows, seconds)
-        if place not in self._seen and self._steps[place].count.any():
+        held, bucket = self._steps[place], bucket or rows
+        saved, value = held.below(rows) if rows < bucket else (0.0, 0.0)
+        if saved > TELLING * value and place in self._seen:
+            self._parts += 1
+            found = min(max(1.0 - (value - seconds) / saved, 0.0), 1.0)
+            self._full += (found - self._full) / min(self._parts + 1, EMA_STEPS)
+            return
+        held.observe(bucket, seconds + (1.0 - self._full) * saved)
+        if place not in self._seen and held.count.any():
             self._seen = sorted([*self._seen, place])
 
     def observe_draft(self, streams: int, seconds: float) -> None:
         self._draft.observe(streams, seconds)
 
-    def observe_overhead(self, seconds: float) -> None:
-        self._overhead.observe(1, seconds)
-
     def to_json(self) -> dict[str, Any]:
         """Milliseconds as they stand now; a curve read back takes them as its prior."""
-        return {
+        learned: dict[str, Any] = {"host_ms": self.host.to_json()} if self.host.seen else {}
+        if self._full < 1.0:
+            learned["full"] = round(self._full, 4)
+        return learned | {
             "format": FORMAT,
             "gpu": self.key.gpu,
             "model": self.key.model,
             "tp": self.key.tp,
             "note": self.note,
-            "overhead_ms": round(self.overhead_s * 1e3, 6),
+            "overhead_ms": round(self.host.fixed_s * 1e3, 6),
             "draft_streams": self._draft.edges.tolist(),
             "draft_ms": [round(v * 1e3, 6) for v in self._draft.value.tolist()],
             "buckets": self.buckets.tolist(),
@@ -239,7 +174,7 @@ class CostCurve:
             if held.get(name) != want:
                 raise CurveError(f"{path}: {name} is {held.get(name)!r}, wanted {want!r}; measure a curve for it")
         try:
-            return CostCurve(
+            curve = CostCurve(
                 held["buckets"],
                 np.asarray(held["step_ms"], np.float64) / 1e3,  # type: ignore[arg-type]
                 key=CurveKey(str(held["gpu"]), str(held["model"]), int(held["tp"])),
@@ -247,8 +182,11 @@ class CostCurve:
                 streams=held["draft_streams"],
                 draft_s=(np.asarray(held["draft_ms"], np.float64) / 1e3).tolist(),
                 overhead_s=float(held["overhead_ms"]) / 1e3,
+                full=float(held.get("full", 1.0)),
                 note=str(held.get("note", "")),
             )
+            curve.host.read(held.get("host_ms", []))
+            return curve
         except (KeyError, TypeError, ValueError) as error:
             raise CurveError(f"{path}: {type(error).__name__}: {error}; delete it to measure again") from None
 

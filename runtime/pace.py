@@ -54,7 +54,7 @@ class Pace:
     def chunk(self, streams: int, most: int, ctx: int = 0) -> int:
         """Prompt rows beside so many streams within the target: the largest bucket that is fast enough, less their rows."""
         tpot, nodes, drafted, tokens = self._best(streams, ctx)
-        left_s = self.target_s * tokens - self.curve.overhead_s - self.curve.draft(drafted)
+        left_s = self.target_s * tokens - float(self.curve.host.at(streams, nodes, drafted > 0)) - self.curve.draft(drafted)
         fast = self.curve.buckets[self.curve.step(self.curve.buckets, ctx) <= left_s]
         rows = int(fast[-1]) - streams - nodes if len(fast) and tpot <= self.target_s else 0
         return min(max(rows, LEAST_CHUNK), most)

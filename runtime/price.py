@@ -56,9 +56,12 @@ class Price:
     def counts(self, most: int) -> I64:
         """Node counts of which one is best, rising from 0: what fills a bucket, `most`, and all that displace prompt rows.
 
-        Between two edges of T nodes are free, so nothing between them can win if each node is worth more than nothing.
+        Between two edges of T nodes are free if padding costs what they do, so nothing between them can win if each node is worth more
+        than nothing. Else every count may win.
         """
         most = min(most, self.most)
+        if self.curve.full < 1.0:
+            return np.arange(most + 1)
         rows = self.roots + self.prompt
         free = max(0, min(most, self._limit - rows))
         fit = self.curve.buckets - rows
@@ -73,7 +76,7 @@ class Price:
     def seconds(self, nodes: I64 | int, drafted: int) -> F64:
         """overhead + T_d(drafted) + the streams' part of T, for each count of nodes up to `most`."""
         n = np.asarray(nodes, np.int64)
-        fixed = self.curve.overhead_s + self.curve.draft(drafted)
+        fixed = self.curve.host.at(self.roots, n, drafted > 0) + self.curve.draft(drafted)
         if not self.prompt:
             return fixed + self.curve.step(self.roots + n, self.ctx)
         whole = min(self.roots + self.prompt, self._limit)

@@ -76,6 +76,15 @@ class Roots(SequenceOf[Root]):
         return [root.token for root in roots], [root.pos for root in roots]
 
     @staticmethod
+    def limits(roots: SequenceOf[Root]) -> tuple[list[str], list[int], list[int], list[float]]:
+        """Ids, most nodes, greatest depths and weights of any roots."""
+        if isinstance(roots, Roots):
+            now_s, held = time.monotonic(), roots.sequences
+            most = [most or nodes for most, nodes in zip(roots.most, roots.nodes, strict=True)]
+            return [s.id for s in held], most, roots.depth, [s.draft_weight(now_s) for s in held]
+        return [r.id for r in roots], [r.most or r.nodes for r in roots], [r.depth for r in roots], [r.weight for r in roots]
+
+    @staticmethod
     def tables(roots: SequenceOf[Root]) -> I32:
         """Their page tables, [B, P] padded with the null page."""
         if isinstance(roots, Roots) and roots.pages is not None:
@@ -137,7 +146,7 @@ class StepWatcher(Protocol):
         """rows: live ones of the step, bucket: M that was launched, experts: StepResult.experts. What takes time waits for `learn`."""
 
     def learn(self) -> None:
-        """Works off what `after_step` left: when the device is busy with the next draft or step, or at once if there is none."""
+        """Works off what `after_step` left: when the device is busy with the next step, or at once if there is none."""
 
 
 class Speculator(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,6 +33,7 @@ REPEATS = 2
 PLAIN_REPEATS = 6  # S rows of S streams are cheaper than a tree of S rows (14 : 18 ms at 8, demo model), and decide if drafting pays
 WARM_STEPS = 4
 WARM_NODES = 3
+HALF_STREAMS = 8
 LONG_STREAMS = 8
 LONG_CONTEXTS = (10_000, 40_000, 160_000)  # committed tokens of all streams together: one within each class of measure.CONTEXTS
 ROOM = 96  # positions that a stream of a long context keeps free
@@ -75,7 +77,7 @@ class SurveyTrees:
 
     def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
         if self.heard:
-            self._clock.stop(bucket, stats)
+            self._clock.teach(rows, bucket, self._clock.read(stats))
 
     def learn(self) -> None:
         """The curve has been told."""
@@ -111,6 +113,9 @@ class Survey:
             self._fill(streams)
             for rows in [streams, *(m for m in wanted if streams < m <= streams * (1 + self.trees.nodes))]:
                 self._repeat(streams, rows, REPEATS if rows > streams else PLAIN_REPEATS)
+            for lower, edge in pairwise(wanted) if streams == HALF_STREAMS and self._config.buckets else ():
+                if streams < (rows := (lower + edge) // 2) <= streams * (1 + self.trees.nodes):
+                    self._repeat(streams, rows, REPEATS)  # half of a bucket's dead rows: what do they cost?
         reached = max(s for s in STREAMS if s <= self._config.max_num_seqs) * (1 + self.trees.nodes)
         for rows in (m for m in wanted if m > reached):
             self._restart()

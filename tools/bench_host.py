@@ -79,7 +79,7 @@ class Stage:
         """Microseconds of one step that are the host's, by stage; M that was launched."""
         stats = self.engine._stats
         before, flown_s, start_s = dict(stats.exposed_s), stats.flown_s, time.perf_counter()
-        self.engine._advance(ahead=True)  # as in its own thread: a step is told, and its pages come back, while the next one is in flight
+        self.engine.step(ahead=True)
         whole_s = time.perf_counter() - start_s - (stats.flown_s - flown_s)
         found = {name: stats.exposed_s[name] - before[name] for name in STAGES}
         return {name: s * 1e6 for name, s in (found | {"between": whole_s - sum(found.values())}).items()}

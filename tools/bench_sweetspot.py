@@ -177,14 +177,14 @@ class Bench:
 
         for _ in range(streams):
             submit()
-        while sum(bool(emission.tokens) for emission in engine.step()) < streams:
+        while sum(bool(emission.tokens) for emission in engine.step(ahead=True)) < streams:
             pass
         for _ in range(WARM_STEPS):
-            _replace(engine.step(), submit)
+            _replace(engine.step(ahead=True), submit)
         before, start, end = engine.stats(), time.perf_counter(), time.perf_counter() + seconds
         count = 0
         while time.perf_counter() < end or not count:
-            emitted = engine.step()
+            emitted = engine.step(ahead=True)
             count += len(emitted)
             _replace(emitted, submit)
         window.add(before, engine.stats(), time.perf_counter() - start, count)

@@ -149,14 +149,16 @@ class Chooser:
         known, draft = self._curve.buckets, self._curve
         seconds = np.interp(sizes, known, self._curve.step(known))
         seats = sorted({case.streams for case in self._cases})
-        return CostCurve(
+        made = CostCurve(
             sizes,
             seconds.tolist(),
             key=self._curve.key,
             streams=seats,
             draft_s=[draft.draft(s) for s in seats],
-            overhead_s=self._curve.overhead_s,
+            full=self._curve.full,
         )
+        made.host = self._curve.host
+        return made
 
     def choose(self, count: int = MOST_SIZES, worth: float = WORTH) -> Suggestion:
         """Adds the size that brings most until none brings `worth`, moves sizes while that helps, drops what has become useless."""

@@ -128,7 +128,7 @@ class Replay:
             outlook.observe(value)
             weights = ease_weights(value) if eased else None
             found = allocate(value, price, base=streams, drafted=streams, weights=weights)
-            outlook.settle(price, streams, found.expected, found.seconds)
+            outlook.settle(price, streams, found.expected, found.seconds, streams)
             last = (forest, at, found.kept) if calibrated else None
             return found
 
@@ -141,7 +141,7 @@ class Replay:
         def choose(at: I64) -> Allocation:
             falling = np.sort(self.grown.value[at].ravel())[::-1][:most]
             gain = np.concatenate([[0.0], np.cumsum(falling)])
-            overhead = self.curve.overhead_s + self.curve.draft(streams)
+            overhead = self.curve.host.fixed_s + self.curve.draft(streams)
             rate = (streams + gain) / (overhead + self.curve.step(streams + np.arange(len(gain))))
             falls = np.flatnonzero(np.diff(rate) <= 0)
             room = int(falls[0]) if len(falls) else most

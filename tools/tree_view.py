@@ -15,7 +15,7 @@ import argparse
 import html
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from model.chat_template import ChatTemplate
 from model.tokenizer import Tokenizer
 from runtime import loading
-from runtime.allocate import BudgetSpeculation
+from runtime.allocate import BudgetSpeculation, Lesson
 from runtime.config import AUTO, EngineConfig, SpeculativeConfig
 from runtime.curve import CurveKey
 from runtime.engine import Engine
@@ -100,13 +100,12 @@ class RecordingBudget(BudgetSpeculation):
 
         return trees
 
-    def after_step(self, rows: int, bucket: int, verified: Mapping[str, Verified], experts: float, stats: EngineStats) -> None:
-        super().after_step(rows, bucket, verified, experts, stats)
-        last = stats.budget_records[-1]
-        trees = [self._record(id, *self._trees[id], seen) for id, seen in verified.items() if id in self._trees]
-        self.steps.append(
-            StepRecord(rows, bucket, last.drafted, last.expected, last.realised, last.expected_s * 1e3, last.step_s * 1e3, trees, experts)
-        )
+    def hear(self, lesson: Lesson) -> None:
+        super().hear(lesson)
+        last = lesson.stats.budget_records[-1]
+        trees = [self._record(id, *self._trees[id], seen) for id, seen in lesson.verified.items() if id in self._trees]
+        times = (last.expected_s * 1e3, last.step_s * 1e3)
+        self.steps.append(StepRecord(last.rows, last.bucket, last.drafted, last.expected, last.realised, *times, trees, last.experts))
 
     def _record(self, id: str, tree: DraftTree, chance: list[float], seen: Verified) -> TreeRecord:
         size = 1 + seen.nodes

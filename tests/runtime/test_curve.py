@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.curve import EMA_STEPS, CostCurve, CurveError, CurveKey, Learned, curve_file
+from runtime.curve import CostCurve, CurveKey, curve_file
+from runtime.learned import EMA_STEPS, CurveError, Learned
 
 KEY = CurveKey("cpu", "demo", 1)
 
@@ -48,11 +49,35 @@ def test_a_constant_prior_is_interpolated() -> None:
     assert held.value.tolist() == pytest.approx([2.0, 4.0, 6.0])
 
 
-def test_a_prior_of_nothing_is_replaced() -> None:
-    held = curve()
-    assert held.overhead_s == 0.0
-    held.observe_overhead(0.25)
-    assert held.overhead_s == pytest.approx(0.25)
+def test_the_host_is_known_by_streams_nodes_and_draft(tmp_path: Path) -> None:
+    held = curve(overhead_s=0.25)
+    assert held.host.at(4, np.array([0, 9]), True).tolist() == [0.25, 0.25]
+    for nodes, seconds in ((4, 0.004), (64, 0.010)):
+        held.host.observe(4, nodes, True, seconds)
+    assert held.host.at(3, np.array([4, 34, 64, 500]), True).tolist()[::2] == pytest.approx([0.004, 0.010])
+    assert 0.006 < held.host.at(3, 34, True) < 0.008 and held.host.at(3, 500, True) > 0.010
+    assert 1.5 < held.host.at(16, 4, True) / held.host.at(4, 4, True) < 3.0, "many streams from few, by shape"
+    assert 0.3 < held.host.at(4, 0, False) / held.host.at(4, 0, True) < 0.5, "and plain steps from drafted ones"
+    held.host.observe(4, 0, False, 0.002)
+    assert held.host.at(4, 0, False) == pytest.approx(0.002)
+    held.save(tmp_path / "c.json")
+    again = CostCurve.load(tmp_path / "c.json")
+    assert again.host.at(3, 34, True) == pytest.approx(held.host.at(3, 34, True), abs=1e-8)
+
+
+def test_rows_of_a_bucket_that_are_dead_cost_what_was_seen(tmp_path: Path) -> None:
+    """10 rows in a bucket of 16: where dead rows cost nothing they lie on the line between 8 and 16."""
+    free, dear = (CostCurve((8, 16), (4.0, 8.0), key=KEY) for _ in range(2))
+    for held, seconds in ((free, 5.0), (dear, 8.0)):
+        for rows in (8, 16):
+            held.observe_step(rows, 0, held.step(rows))
+        for _ in range(40):
+            held.observe_step(10, 0, seconds, bucket=16)
+    assert free.full < 0.1 and free.step(10) == pytest.approx(5.0, abs=0.3) and free.step_seconds(10, 0) == pytest.approx(free.step(10))
+    assert dear.full > 0.95 and dear.step(10) == pytest.approx(8.0, abs=0.2), "mutation: as if padding were free"
+    assert free.step(np.array([8, 16])).tolist() == [4.0, 8.0] == dear.step(np.array([8, 16])).tolist()
+    free.save(tmp_path / "c.json")
+    assert CostCurve.load(tmp_path / "c.json").step(10) == pytest.approx(free.step(10), abs=1e-3)
 
 
 def test_a_slow_measurement_is_corrected_by_larger_steps() -> None:

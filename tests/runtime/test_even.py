@@ -7,6 +7,7 @@ import pytest
 
 from runtime.curve import CostCurve, CurveKey
 from runtime.even import LEAST, LOOK, Even
+from runtime.host_cost import HostCost
 from runtime.outlook import Outlook
 from runtime.price import Price
 
@@ -19,8 +20,8 @@ def even_after(value: np.ndarray, gain: float, choice_s: float, share_s: float, 
     outlook = Outlook()
     outlook.observe(value)
     even = Even(outlook)
-    even.took(4, choice_s, share=False)
-    even.took(4, share_s, share=True)
+    even.hear(4, 0, choice_s, 6.0, 6.0)
+    even.hear(4, 3, share_s, 6.0, 6.0)
     price = Price(CURVE, 4)
     for _ in range(times):
         even.compare(price, value, 28, gain, float(price.seconds(12, 4)))
@@ -54,17 +55,29 @@ def test_what_four_streams_do_says_nothing_of_eight() -> None:
     assert even.share(Price(CURVE, 3), 3, 21)[0] and not even.share(Price(CURVE, 8), 8, 56)[0]
 
 
+def test_what_came_of_choices_counts_not_what_was_expected() -> None:
+    gain, found = float(np.sort(UNLIKE, axis=None)[-12:].sum()), []
+    for came in (6.0, 2.0):
+        even = even_after(UNLIKE, gain, 0.2, 0.1, times=0)
+        for _ in range(LEAST):
+            even.hear(4, 0, 0.2, came, 6.0)
+        for _ in range(LEAST):
+            even.compare(Price(CURVE, 4), UNLIKE, 28, gain, float(Price(CURVE, 4).seconds(12, 4)))
+        found.append(shares(even) > 0)
+    assert found == [False, True]
+
+
 def test_a_pause_of_the_machine_is_no_cost_of_the_method() -> None:
     even = even_after(ALIKE, float(np.sort(ALIKE, axis=None)[-12:].sum()), 0.2, 0.1)
     for _ in range(3):
-        even.took(4, 50.0, share=True)
-        even.took(4, 0.1, share=True)
-    assert even._of(4).took[True].value < 0.25
+        even.hear(4, 0, 50.0, 6.0, 6.0)
+        even.hear(4, 0, 0.2, 6.0, 6.0)
+    assert even._of(4).choice.value < 0.4
 
 
 @pytest.mark.parametrize(("most", "nodes"), [(28, 3), (11, 2), (3, 0)])
 def test_a_share_fits_into_the_step(most: int, nodes: int) -> None:
     outlook = Outlook()
     outlook.observe(ALIKE)
-    found, expected = outlook.even(Price(CURVE, 4), 4, most)
+    found, expected = outlook.even(Price(CURVE, 4), 4, most, HostCost(0.0))
     assert found == nodes and expected == pytest.approx(4 * ALIKE[0, :nodes].sum())

@@ -41,7 +41,7 @@ def test_more_rows_cost_more(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     config = world.config.replace(max_num_seqs=4, max_num_batched_tokens=64)
     curve = measure_curve(world.executor, config, AUTO, KEY)
     assert 0 < float(curve.step(1)) < float(curve.step(16)) < float(curve.step(64)) < 10
-    assert curve.draft(1) > 0 and 0 < curve.overhead_s < float(curve.step(1))
+    assert curve.draft(1) > 0 and 0 < float(curve.host.at(1, 1, True)) < float(curve.step(1))
     assert curve.buckets[-1] == config.max_num_batched_tokens
 
 

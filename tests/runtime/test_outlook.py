@@ -69,7 +69,7 @@ def test_a_draft_that_paid_speaks_for_the_next_one_alone() -> None:
     outlook, price = Outlook(), Price(curve(), 4)
     outlook.observe(POOR)
     assert asked(outlook, curve()) == [False]
-    outlook.settle(price, 4.0, expected=6.0, seconds=1.3)
+    outlook.settle(price, 4.0, expected=6.0, seconds=1.3, streams=4)
     assert asked(outlook, curve(), 2) == [True, False], "7.7 tokens/s against 4, once"
-    outlook.settle(price, 4.0, expected=0.1, seconds=1.1)
+    outlook.settle(price, 4.0, expected=0.1, seconds=1.1, streams=4)
     assert asked(outlook, curve()) == [False], "3.7 against 4"

@@ -28,13 +28,14 @@ class Graphs(ScriptedExecutor):
     def __init__(self, **options: Any) -> None:
         super().__init__(guess=scattered(3), num_pages=600, max_rows=EDGES[-1], max_positions=512, **options)
         self.launched: list[tuple[int, int, int]] = []  # bucket, rows, committed tokens
+        self.dead_s = self.ctx_s = 4e-5  # of a row of a bucket that is none of the step's, of a committed token
 
     def capture(self, buckets: Iterable[int] | None = None) -> int:
         return len(EDGES)
 
     def step(self, plan: StepPlan) -> StepResult:
         self.launched.append((plan.bucket, plan.m, int(plan.ctx.sum())))
-        time.sleep(2e-4 + 4e-5 * plan.bucket + 4e-5 * int(plan.ctx.sum()))
+        time.sleep(2e-4 + 4e-5 * plan.m + self.dead_s * (plan.bucket - plan.m) + self.ctx_s * int(plan.ctx.sum()))
         return super().step(plan)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
@@ -62,8 +63,19 @@ def test_every_edge_every_seat_and_a_long_context(monkeypatch: pytest.MonkeyPatc
     assert max(ctx for *_, ctx in run.launched) < 10**5, "what no page holds is not tried"
     step = curve.step(np.array(EDGES), 0)
     assert step[-1] > 1.5 * step[0] and float(curve.step(64, 1700)) > 1.5 * float(curve.step(64, 0))
-    assert 2.0 < curve.draft(8) / curve.draft(1) < 12.0 and curve.overhead_s > 0
+    assert 2.0 < curve.draft(8) / curve.draft(1) < 12.0 and float(curve.host.at(8, 56, True)) > 0
     assert all(bucket == min(m for m in EDGES if m >= rows) for bucket, rows, _ in run.launched)
+
+
+def test_what_dead_rows_cost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "LONG_CONTEXTS", ())
+    full = {}
+    for dead_s in (0.0, 4e-5):
+        run = Graphs()
+        run.dead_s, run.ctx_s = dead_s, 0.0
+        full[dead_s] = measure_curve(run, config(), AUTO, KEY).full
+        assert any(bucket == 64 and rows == 48 for bucket, rows, _ in run.launched)
+    assert full[0.0] < 0.75 and full[4e-5] > full[0.0] + 0.2
 
 
 def test_edges_beyond_trees_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
