@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from runtime import measure, survey
+from runtime.clock import StepClock, Times
 from runtime.config import EngineConfig, SpeculativeConfig
 from runtime.curve import CostCurve, CurveKey
 from runtime.measure import fit_seats, measure_curve, powers
+from runtime.stats import EngineStats
 from runtime.types import DraftLogits, DraftPlan, StepPlan, StepResult
 from tests.language import scattered
 from tests.scripted import ScriptedExecutor
@@ -28,14 +30,13 @@ class Graphs(ScriptedExecutor):
     def __init__(self, **options: Any) -> None:
         super().__init__(guess=scattered(3), num_pages=600, max_rows=EDGES[-1], max_positions=512, **options)
         self.launched: list[tuple[int, int, int]] = []  # bucket, rows, committed tokens
-        self.dead_s = self.ctx_s = 4e-5  # of a row of a bucket that is none of the step's, of a committed token
 
     def capture(self, buckets: Iterable[int] | None = None) -> int:
         return len(EDGES)
 
     def step(self, plan: StepPlan) -> StepResult:
         self.launched.append((plan.bucket, plan.m, int(plan.ctx.sum())))
-        time.sleep(2e-4 + 4e-5 * plan.m + self.dead_s * (plan.bucket - plan.m) + self.ctx_s * int(plan.ctx.sum()))
+        time.sleep(2e-4 + 4e-5 * plan.bucket + 4e-5 * int(plan.ctx.sum()))
         return super().step(plan)
 
     def draft(self, plan: DraftPlan) -> DraftLogits:
@@ -67,15 +68,20 @@ def test_every_edge_every_seat_and_a_long_context(monkeypatch: pytest.MonkeyPatc
     assert all(bucket == min(m for m in EDGES if m >= rows) for bucket, rows, _ in run.launched)
 
 
-def test_what_dead_rows_cost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dead_s", [0.0, 2.0])
+def test_what_dead_rows_cost_is_seen(dead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that says 2 s for a live row."""
+    run = Graphs()
+
+    def read(clock: StepClock, stats: EngineStats) -> Times:
+        bucket, rows, _ = run.launched[-1]
+        return Times(clock.load, clock.drafted, 2.0 * rows + dead_s * (bucket - rows), 1e-3, 1e4)
+
     monkeypatch.setattr(survey, "LONG_CONTEXTS", ())
-    full = {}
-    for dead_s in (0.0, 4e-5):
-        run = Graphs()
-        run.dead_s, run.ctx_s = dead_s, 0.0
-        full[dead_s] = measure_curve(run, config(), AUTO, KEY).full
-        assert any(bucket == 64 and rows == 48 for bucket, rows, _ in run.launched)
-    assert full[0.0] < 0.75 and full[4e-5] > full[0.0] + 0.2
+    monkeypatch.setattr(StepClock, "read", read)
+    full = measure_curve(run, config(), AUTO, KEY).full
+    assert any(bucket == 64 and rows == 48 for bucket, rows, _ in run.launched)
+    assert full < 0.1 if dead_s == 0.0 else full > 0.95
 
 
 def test_edges_beyond_trees_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
