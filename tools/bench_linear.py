@@ -46,12 +46,13 @@ FAMILIES: dict[str, Any] = {"skinny": linear_skinny, "stream": linear_stream}
 CHOOSE: dict[str, Any] = {"skinny": choose_config, "stream": choose_stream}
 TPS = (1, 2, 4, 8)
 TUNE_ROWS = {"skinny": (16, 8, 1), "stream": (16, 8, 1, 32, 64)}  # all candidates at the first, finalists at the others
-ENTRANTS = 60  # candidates timed, likeliest first: some 20 ms each
+ENTRANTS = 80  # candidates timed, likeliest first: some 20 ms each
 FINALISTS = 6  # of the candidates at 16 rows, timed at fewer too
 HANDED = 3  # of the candidates at 16 rows, and of those that leave room for the next launch, whose ways to hand over are timed
 COLD_BYTES, POOL_BYTES, LEAST_CALLS = 192 << 20, 5 << 29, 8
 MAX_ERROR = {False: 4e-3, True: 1e-4}  # relative L2 of sampled results; rounding to bf16 alone gives 1.7e-3
 Run = Callable[[int], None]
+Build = tuple[str, tuple[tuple[str, int], ...]]  # source, constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ class Case:
         family = FAMILIES[name]
         config = family.widened(config, self.dims.M)
         self.room = {field: self.cp.zeros(size, self.cp.uint8) for field, size in family.workspace_bytes(self.dims, config).items()}
-        functions = self.device.functions(family.SOURCE, config.defines(), family.ENTRIES)
+        source, entries = (config.source, config.entries) if name == "stream" else (family.SOURCE, family.ENTRIES)
+        functions = self.device.functions(source, config.defines(), entries)
         at = {field: int(a.data.ptr) for field, a in self.room.items()} | {
             "x": int(self.x.data.ptr),
             "out": int(self.out.data.ptr),
@@ -173,20 +175,21 @@ def compiles(job: tuple[str, dict[str, int], str]) -> str:
     return ""
 
 
-def builds_of(kernel: str, config: Any) -> list[tuple[tuple[str, int], ...]]:
-    """Constants of a configuration at each M that tuning times."""
-    return [tuple(FAMILIES[kernel].widened(config, m).defines().items()) for m in TUNE_ROWS[kernel]]
+def builds_of(kernel: str, config: Any, rows: Sequence[int] = ()) -> list[Build]:
+    """Source and constants of a configuration at each M; those that tuning times where none is given."""
+    wide = [FAMILIES[kernel].widened(config, m) for m in rows or TUNE_ROWS[kernel]]
+    return [(one.source if kernel == "stream" else FAMILIES[kernel].SOURCE, tuple(one.defines().items())) for one in wide]
 
 
-def usable(kernel: str, shapes: Sequence[Shape], arch: str) -> set[tuple[tuple[str, int], ...]]:
+def usable(kernel: str, shapes: Sequence[Shape], arch: str) -> set[Build]:
     """Builds of all candidates that compile, on all cores."""
     family = FAMILIES[kernel]
     builds = sorted({b for s in shapes for c in family.candidates(s.dims(TUNE_ROWS[kernel][0]), arch) for b in builds_of(kernel, c)})
     with ProcessPoolExecutor() as pool:
-        reasons = list(pool.map(compiles, [(family.SOURCE, dict(b), arch) for b in builds]))
+        reasons = list(pool.map(compiles, [(source, dict(defines), arch) for source, defines in builds]))
     for one, reason in zip(builds, reasons, strict=True):
         if reason:
-            print(f"left out {kernel} {dict(one)}: {reason}", flush=True)
+            print(f"left out {one[0]} {dict(one[1])}: {reason}", flush=True)
     return {one for one, reason in zip(builds, reasons, strict=True) if not reason}
 
 
@@ -225,16 +228,16 @@ def tune(device: Any, pool: Any, shape: Shape, kernel: str, built: set[Any], sec
     best = {m: min(times[c][m] for c in entered) for m in rows}
     chosen = min(entered, key=lambda c: sum(times[c][m] / best[m] for m in rows))
     us, library_us = ({str(m): round(found[m], 2) for m in sorted(rows)} for found in (times[chosen], library))
-    return {"config": asdict(chosen), "us": us, "library_us": library_us, "src": source_digest(kernel)}
+    return {"config": asdict(chosen), "us": us, "library_us": library_us, "src": source_digest(kernel, asdict(chosen))}
 
 
 def report_fastest(shape: Shape, m: int, us: dict[Any, float], overlapping: set[Any]) -> None:
     """The fastest of each ring and way to hand over: what room for the next launch, an early start and boxes ahead are worth."""
     bare = {replace(c, early=0, ahead=0) for c in overlapping}
-    kinds: dict[tuple[bool, int, bool], Any] = {}
+    kinds: dict[tuple[bool, int, bool, bool], Any] = {}
     for c in sorted(us, key=lambda c: us[c]):
-        kinds.setdefault((replace(c, early=0, ahead=0) in bare, min(c.early, 99), c.ahead > 0), c)
-    for (fits, _, _), c in kinds.items():
+        kinds.setdefault((replace(c, early=0, ahead=0) in bare, min(c.early, 99), c.ahead > 0, c.carried), c)
+    for (fits, *_), c in kinds.items():
         print(f"  {shape.name} M {m}: {us[c]:.2f} us {describe_config(c)}{' fits twice' if fits else ''}", flush=True)
 
 
@@ -289,7 +292,7 @@ def measure(options: argparse.Namespace, shapes: Sequence[Shape], rows: Sequence
                     "schema": 1, **asdict(shape), "M": m, "kernel": kernel, "us": round(us, 2), "floor_us": round(floor_us, 2),
                     "share": round(floor_us / us, 4), "tb_s": round(cost.bytes / us * 1e-6, 3), "tflops": round(cost.flops / us * 1e-6, 1),
                     "read_tb_s": round(read_bps * 1e-12, 3), "error": float(f"{error:.2e}"), "calls": case.calls, "config": note, **source,
-                    "src": source_digest(kernel) if kernel in FAMILIES else "",
+                    "src": source_digest(kernel, asdict(FAMILIES[kernel].widened(kernels[kernel][0], m))) if kernel in FAMILIES else "",
                 })  # fmt: skip
         cp.get_default_memory_pool().free_all_blocks()
 
@@ -308,7 +311,8 @@ def table_line(shape: Shape, m: int, kernel: str, us: float, floor_us: float, re
 def describe_config(c: Any) -> str:
     if isinstance(c, linear_stream.Config):
         handing = f"{f' e{c.early}' if c.early < linear_stream.AT_ONCE else ' at once'}" if c.early else ""
-        return f"g{c.groups} t{c.tall} s{c.slots} b{c.blocks}{handing}{f' a{c.ahead}' if c.ahead else ''}"
+        ways = f"{' carried' if c.carried else ''}{' kept' if c.kept else ''}"
+        return f"g{c.groups} t{c.tall} s{c.slots} b{c.blocks}{handing}{f' a{c.ahead}' if c.ahead else ''}{ways}"
     return f"n{c.wn} k{c.wk} d{c.depth}{f' s{c.splits}' if c.splits > 1 else ''}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runtime.kernels_cu._build import digest
-from runtime.kernels_cu.linear_choice import source_digest
+from runtime.kernels_cu.linear_choice import source_digests
 from tools.bench_mla import CASES
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -46,7 +46,7 @@ def mla_table() -> str:
 def linear_table() -> str:
     """bf16 products: the faster of the kernels that were timed, µs and share of the read rate (of the product rate where that binds)."""
     last = {(r["name"], r["M"], r["kernel"]): r for r in read("linear_h200.jsonl") if r["tp"] == 1 and "invariant" not in r["kernel"]}
-    changed = {r["kernel"] for r in last.values() if r["kernel"] in ("skinny", "stream") and r["src"] != source_digest(r["kernel"])}
+    changed = {r["kernel"] for r in last.values() if r["kernel"] in ("skinny", "stream") and r["src"] not in source_digests(r["kernel"])}
     lines = ["| product | " + " | ".join(f"M = {m}" for m in PRODUCT_ROWS) + " |", "|---|" + "---:|" * len(PRODUCT_ROWS)]
     for name, shown in PRODUCTS.items():
         cells = []

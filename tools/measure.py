@@ -69,10 +69,10 @@ STEPS = (
     Step("kernels", "gpu_tests", 70, ("tools/gpu_tests.py", "tests/runtime/kernels_cu", "--workers", "9"), (KERNELS,)),
     Step("graphs", "gpu_tests", 30, ("tools/gpu_tests.py", "tests/runtime/graph"), (KERNELS, "runtime/graph")),
     Step(
-        "products", "linear_h200", 100,
+        "products", "linear_h200", 140,
         ("tools/bench_linear.py", "--tune", "--kernels", "stream", "--tp", "1,2,8", "--m", "1,8,16,64", "--calls", "24",
          "--tuned", "{out}/tuned.json"),
-        (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_stream.py"),
+        (f"{KERNELS}/linear_stream.cu", f"{KERNELS}/linear_carried.cu", f"{KERNELS}/linear_stream.py"),
     ),
     Step("trials", "mla_variants_h200", 60, ("tools/bench_mla.py", "--variants", "--seconds", "140"), ATTENTION),
     Step("attention", "mla_h200", 60, ("tools/bench_mla.py", "--most", "4"), ATTENTION),

@@ -12,10 +12,10 @@ taken for a finding, and a kernel that its family (`tools/sanitize_families.py`)
 side by side, a process each. What has not run when the time is up is recorded as such, and is no success.
 
 racecheck does not follow a __syncwarp before a single lane's arrival at an mbarrier and would report each: it gets builds in which
-all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu and chunk_*.cu have none: tensor copies fill their rings and wgmma alone
-reads them. It and synccheck get a few barriers said otherwise: `tools/sanitize_families.py` has them in EDITS, with the reasons, and
-shipped sources stay as they are. CuPy's memory pool is off, so that memcheck sees where an array ends. The kernels that ranks meet in
-run in two processes of one GPU.
+all lanes arrive (EVERY_LANE_ARRIVES=1). linear_stream.cu, linear_carried.cu and chunk_*.cu have none: tensor copies, or copies of
+which each lane tells, fill their rings and wgmma alone reads them. It and synccheck get a few barriers said otherwise:
+`tools/sanitize_families.py` has them in EDITS, with the reasons, and shipped sources stay as they are. CuPy's memory pool is off, so
+that memcheck sees where an array ends. The kernels that ranks meet in run in two processes of one GPU.
 """
 
 from __future__ import annotations

@@ -46,7 +46,12 @@ FAMILIES = {  # the longest first: cuBLASLt's modules are large, and a tool patc
         f"{KERNELS}test_peer_kernels_gpu.py", "",
         ("all_reduce_one", "all_reduce_one_norm", "all_reduce_two", "all_reduce_two_norm", "sample_ranks", "gather_ranks"),
     ),
-    "linear_stream": Family(f"{KERNELS}test_linear_stream_gpu.py", "test_is_the_definition", ("linear_stream", "linear_stream_f32")),
+    "linear_stream": Family(
+        f"{KERNELS}test_linear_stream_gpu.py", "test_is_the_definition and not carried", ("linear_stream", "linear_stream_f32"),
+    ),
+    "linear_carried": Family(
+        f"{KERNELS}test_linear_stream_gpu.py", "test_is_the_definition and carried", ("linear_carried", "linear_carried_f32"),
+    ),
     "small ops": Family(f"{KERNELS}test_small_ops_gpu.py", "test_every_family", tuple(_SMALL.split())),
     "residency": Family(f"{KERNELS}test_residency_gpu.py", "", ("hash_bf16", "hash_f32", "hash_i32", "repack_w4")),
     "model": Family(f"{KERNELS}test_backend_gpu.py", "test_the_model and tiny and 64"),

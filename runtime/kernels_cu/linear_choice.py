@@ -5,7 +5,6 @@ One configuration for all M of an (N, K, heads), but for the columns that M need
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -13,11 +12,11 @@ from typing import Any
 
 from runtime.hw import HARDWARE, Hardware
 from runtime.kernels_cu import linear_skinny, linear_stream
-from runtime.kernels_cu._build import include_closure, read_source
+from runtime.kernels_cu._build import digest
 from runtime.kernels_cu.linear_skinny import Dims
 from runtime.kernels_cu.moe_choice import read_tuned
 
-SOURCES = {"skinny": linear_skinny.SOURCE, "stream": linear_stream.SOURCE}
+SOURCES = {"skinny": (linear_skinny.SOURCE,), "stream": (linear_stream.SOURCE, linear_stream.CARRIED_SOURCE)}
 
 
 def tuned_key(dims: Dims, kernel: str = "skinny") -> str:
@@ -25,12 +24,17 @@ def tuned_key(dims: Dims, kernel: str = "skinny") -> str:
     return f"linear_{kernel} N={dims.N} K={dims.K} heads={dims.heads}"
 
 
-@cache
-def source_digest(kernel: str = "skinny") -> str:
-    """Twelve hex digits of everything that the kernel is compiled from."""
-    source = SOURCES[kernel]
-    parts = [read_source(source), *(text for _, text in sorted(include_closure(source).items()))]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+def source_digest(kernel: str = "skinny", config: Mapping[str, Any] | None = None) -> str:
+    """Twelve hex digits of everything that the kernel is compiled from, with a configuration other than the default one."""
+    return _digest(linear_stream.Config(**config).source if config and kernel == "stream" else SOURCES[kernel][0])
+
+
+def source_digests(kernel: str) -> set[str]:
+    """Of all sources that some configuration of it is compiled from."""
+    return {_digest(source) for source in SOURCES[kernel]}
+
+
+_digest = cache(digest)
 
 
 def choose_config(dims: Dims, gpu: str = "", arch: str = "sm_90a", hw: Hardware = HARDWARE["h200"]) -> tuple[linear_skinny.Config, str]:
@@ -56,7 +60,8 @@ def choose_stream(
 
 
 def _source(entry: Mapping[str, Any], kernel: str, gpu: str) -> str:
-    return f"tuned/{gpu}.json{'' if entry['src'] == source_digest(kernel) else ', measured on another version of the kernel'}"
+    same = entry["src"] == source_digest(kernel, entry["config"])
+    return f"tuned/{gpu}.json{'' if same else ', measured on another version of the kernel'}"
 
 
 def fastest(dims: Dims, gpu: str, arch: str = "sm_90a") -> str:
@@ -77,7 +82,7 @@ def fastest(dims: Dims, gpu: str, arch: str = "sm_90a") -> str:
 
 
 def _own_us(entry: Mapping[str, Any], kernel: str, m: int) -> float:
-    return _us_at(entry, "us", m) if entry.get("src") == source_digest(kernel) else 0.0
+    return _us_at(entry, "us", m) if entry.get("src") == source_digest(kernel, entry.get("config")) else 0.0
 
 
 def _us_at(entry: Mapping[str, Any], times: str, m: int) -> float:

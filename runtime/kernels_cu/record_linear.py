@@ -30,7 +30,7 @@ def record_product(r: Recorder, dims: Dims, *, x: int, w: int, out: int, float_o
         wide = r.choose(("linear_stream", dims), lambda: choose_stream(dims, device.gpu, device.arch, r.hw, device.sms)[0])
         at |= r.scratch("linear_stream", linear_stream.workspace_bytes(dims, wide))
         call = linear_stream.call(wide, dims, at, float_out)
-        r.launch(call, device.functions(linear_stream.SOURCE, wide.defines(), linear_stream.ENTRIES))
+        r.launch(call, device.functions(wide.source, wide.defines(), wide.entries))
         return
     config = r.choose(("linear_skinny", dims), lambda: choose_config(dims, device.gpu, device.arch, r.hw)[0])
     at |= r.scratch("linear", linear_skinny.workspace_bytes(dims, config))

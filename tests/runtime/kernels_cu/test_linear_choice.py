@@ -64,6 +64,19 @@ def test_a_tuned_stream_is_one_for_all_rows(record):
     assert choose_stream(at(1), "h200")[1] == "tuned/h200.json, measured on another version of the kernel"
 
 
+def test_a_carried_configuration_is_known_by_its_own_source(record):
+    """And another entry's times stay valid whatever becomes of that."""
+    carried = {"config": asdict(linear_stream.Config(16, 2, 1, 12, 112, carried=True))}
+    digest = source_digest("stream", carried["config"])
+    assert digest != source_digest("stream") == source_digest("stream", asdict(linear_stream.Config()))
+    assert {digest, source_digest("stream")} == linear_choice.source_digests("stream")
+    record(SKINNY, STREAM | carried | {"src": digest})
+    assert fastest(at(8), "h200") == "stream" and choose_stream(at(8), "h200")[0].carried
+    assert choose_stream(at(8), "h200")[1] == "tuned/h200.json" and not choose_stream(at(17), "h200")[0].carried
+    record(SKINNY, STREAM | carried)
+    assert fastest(at(8), "h200") == "library"
+
+
 def test_the_h200_has_measured_the_head_and_the_router():
     assert fastest(Dims.plain(1, 163_840, 7168), "h200") != "skinny"
     assert fastest(Dims.plain(16, 384, 7168), "h200") != "library"

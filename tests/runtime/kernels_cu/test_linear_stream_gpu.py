@@ -31,7 +31,16 @@ CONFIGS = [
     Config(16, 4, 1, 6, 132, ahead=4),
     Config(16, 2, 2, 6, 132, early=18, ahead=-3),
     Config(16, 2, 1, 12, 132, early=AT_ONCE, ahead=-6),
+    Config(16, 2, 1, 12, 112, early=AT_ONCE, carried=True),
+    Config(16, 2, 1, 6, 132, early=6, carried=True),
+    Config(16, 1, 1, 11, 264, early=AT_ONCE, carried=True),
+    Config(16, 2, 2, 6, 132, early=18, carried=True, kept=True),
+    Config(16, 2, 1, 12, 112, early=AT_ONCE, kept=True),
 ]
+
+
+def named(config: Config) -> str:
+    return str(config).replace(", carried=False", "").replace(", kept=False", "")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,7 @@ class Case:
         config = widened(config, m)
         dims = Dims.plain(m, self.n, self.k)
         room = room or {name: self.device.alloc(size) for name, size in workspace_bytes(dims, config).items()}
-        functions = self.device.functions(linear_stream.SOURCE, config.defines(), linear_stream.ENTRIES)
+        functions = self.device.functions(config.source, config.defines(), config.entries)
         inputs = [self.rows, *self.outs[:-1]]
         at = [room | {"w": w, "x": x, "out": out, "seq": seq} for w, x, out in zip(self.at, inputs, self.outs, strict=True)]
         return [self.device.prepare(linear_stream.call(config, dims, one, float_out), functions) for one in at]
@@ -76,7 +85,7 @@ class Case:
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
 def test_is_the_definition(device, rng, config, m):
     """Dead rows hold NaN and are not written; the rest is right, in both kinds of output."""
     case = Case(device, rng, 2112, 1536)
@@ -95,7 +104,7 @@ def test_is_the_definition(device, rng, config, m):
         check_close(got[seq == 0].astype(np.float32), want[seq == 0].astype(kind).astype(np.float32), OPS[op].tolerance, op)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
 def test_a_chain_of_overlapping_launches_in_a_graph(device, rng, config):
     """Each product reads what the one before has just written, all share the workspace: the bits of launches that wait for each other."""
     import cupy
@@ -126,7 +135,8 @@ def test_launches_of_other_configurations_share_the_cells(device, rng):
     import cupy
 
     case = Case(device, rng, 1536, 1536, layers=12)
-    configs = [CONFIGS[i % len(CONFIGS)] for i in range(12)]
+    configs = [CONFIGS[5 * i % len(CONFIGS)] for i in range(12)]  # of all kinds
+    assert {config.entries for config in configs} == {linear_stream.ENTRIES, linear_stream.CARRIED_ENTRIES}
     dims = Dims.plain(16, 1536, 1536)
     size = max(workspace_bytes(dims, config)["sums"] for config in configs)
     room = {"sums": device.alloc(size)}
@@ -154,8 +164,9 @@ def test_launches_of_other_configurations_share_the_cells(device, rng):
 
 
 def test_a_row_has_the_same_bits_at_every_m(device, rng):
+    """To 16 rows carried or not, beyond them never."""
     case = Case(device, rng, 2112, 7168)
-    for config in (Config(16, 1, 1, 11, 132), Config(16, 2, 1, 6, 132)):
+    for config in (Config(16, 1, 1, 11, 132), Config(16, 2, 1, 6, 132), Config(16, 2, 1, 6, 132, AT_ONCE, carried=True, kept=True)):
         found = {}
         for m in (64, 33, 16, 9, 8, 3, 1):
             case.runs(config, m, float_out=True)[0].run(device.stream)
