@@ -2,6 +2,7 @@
 """Measures what the host takes of a step: the real engine over a worker without a model, or over a model on its device.
 
     python tools/bench_host.py                                            # no model: S = 1 … 64, plain, trees of 8 and 32, auto
+    python tools/bench_host.py --flights h200-demo --policies plain chain tree:8 auto   # as if a device took what that curve says
     python tools/bench_host.py demo --json tools/results/host_h200.jsonl  # the served engine on a GPU, M = 8, 16, 64, 256
     python tools/bench_host.py kimi-k26 --load-format dummy --hf-overrides '{"num_hidden_layers": 8}' \\
         --spec-model model/configs/kimi-k26-dflash.json --json tools/results/host_h200.jsonl
@@ -64,12 +65,15 @@ FULL = "61 layers, TP 8"  # of K2.6, which a served record is projected to
 class Stage:
     """An engine over the stand-in, its streams writing for ever."""
 
-    def __init__(self, states: States, tokenizer: Tokenizer, streams: int, policy: str) -> None:
+    def __init__(self, states: States, tokenizer: Tokenizer, streams: int, policy: str, flights: str = "") -> None:
         limits = Limits(163_840, ROWS, 1 + streams * LONGEST // PAGE, PAGE, LONGEST, states.logits.ids.shape[1])
         config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=ROWS, block_size=PAGE, buckets=tuple(fit_sizes(ROWS, None)))
-        executor = ReplayedText(StandIn(config, limits), states)
+        device = CostCurve.load(CURVES / f"{flights}.json") if flights else None
+        executor = ReplayedText(StandIn(config, limits, device), states)
         make_stream = lambda params: TextStream(tokenizer.stream(True), params, tokenizer.eos_ids)  # noqa: E731
-        self.engine = Engine(executor, config.replace(enable_prefix_caching=False), make_stream, speculator(executor, policy))
+        self.engine = Engine(
+            executor, config.replace(enable_prefix_caching=False), make_stream, speculator(executor, policy, flights or CURVE)
+        )
         params = SamplingParams(temperature=0.0, max_tokens=LONGEST, ignore_eos=True)
         for i in range(streams):
             prompt = np.arange(3, 3 + PROMPT, dtype=np.int32) + i
@@ -85,28 +89,31 @@ class Stage:
         return {name: s * 1e6 for name, s in (found | {"between": whole_s - sum(found.values())}).items()}
 
 
-def speculator(executor: Any, policy: str) -> Speculator:
+def speculator(executor: Any, policy: str, curve: str = CURVE) -> Speculator:
     if policy == "plain":
         return NoSpeculation()
     if policy == "auto":
-        curve = CostCurve.load(CURVES / f"{CURVE}.json")
-        return BudgetSpeculation(executor, SpeculativeConfig(method="ddtree", tree_budget=AUTO), curve)
+        return BudgetSpeculation(executor, SpeculativeConfig(method="ddtree", tree_budget=AUTO), CostCurve.load(CURVES / f"{curve}.json"))
+    if policy == "chain":
+        return TreeSpeculation(executor, SpeculativeConfig(method="dflash"))
     return TreeSpeculation(executor, SpeculativeConfig(method="ddtree", tree_budget=int(policy.partition(":")[2])))
 
 
-def measure_host(states: States, tokenizer: Tokenizer, streams: int, policy: str, steps: int) -> dict[str, Any]:
-    """One record without a model."""
-    stage = Stage(states, tokenizer, streams, policy)
+def measure_host(states: States, tokenizer: Tokenizer, streams: int, policy: str, steps: int, flights: str = "") -> dict[str, Any]:
+    """One record without a model. flights: name of a curve that says what the device takes; then tokens/s are recorded too."""
+    stage = Stage(states, tokenizer, streams, policy, flights)
     for _ in range(WARM):
         stage.engine.step()
-    before = stage.engine.stats()
+    before, start_s = stage.engine.stats(), time.perf_counter()
     found = [stage.step() for _ in range(steps)]
-    after = stage.engine.stats()
+    after, took_s = stage.engine.stats(), time.perf_counter() - start_s
     us = {name: round(statistics.median(step[name] for step in found), 1) for name in found[0]}
     exposed = statistics.median(sum(us for name, us in step.items() if name != "emit") for step in found)
     launched = after.bucket_steps - before.bucket_steps
     bucket = launched.most_common(1)[0][0]
     record = {"schema": 1, "kind": "host", "streams": streams, "policy": policy, "M": bucket, "steps": steps, "us": us}
+    if flights:
+        record |= {"flights": flights, "tok_s": round((after.generation_tokens - before.generation_tokens) / took_s, 1)}
     return record | {"exposed_us": round(exposed, 1), "projected": projected(exposed, bucket), "assumes": ASSUMES}
 
 
@@ -168,13 +175,14 @@ def show(records: Iterable[dict[str, Any]]) -> None:
 
     records = list(records)
     table = Table(title="host, µs a step; shares by layers and TP are projected", title_justify="left")
-    measured = ["share"] if "share" in records[0] else []
+    measured = [name for name in ("share", "tok_s") if name in records[0]]
     for column in ("S", "policy", "M", *records[0]["us"], "exposed", *measured, *records[0]["projected"]):
         table.add_column(column, justify="right")
     for r in records:
         times = [f"{us:.0f}" for us in (*r["us"].values(), r["exposed_us"])]
-        shares = [*(r[name] for name in measured), *r["projected"].values()]
-        table.add_row(str(r["streams"]), r["policy"], str(r["M"]), *times, *(f"{100 * share:.1f} %" for share in shares))
+        shares = [f"{100 * share:.1f} %" for share in r["projected"].values()]
+        seen = [f"{r[name]:.0f}" if name == "tok_s" else f"{100 * r[name]:.1f} %" for name in measured]
+        table.add_row(str(r["streams"]), r["policy"], str(r["M"]), *times, *seen, *shares)
     Console(width=150).print(table)
 
 
@@ -185,6 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = parser.add_argument_group("host")
     group.add_argument("--streams", nargs="+", type=int, default=list(STREAMS), help="without a model (default 1 … 64)")
     group.add_argument("--policies", nargs="+", default=list(POLICIES), help=f"without a model (default {' '.join(POLICIES)})")
+    group.add_argument(
+        "--flights", default="", metavar="NAME", help="curve of tools/curves that says what the device takes (default: nothing)"
+    )
     group.add_argument("--steps", type=int, default=200, help="steps of a case without a model (default 200)")
     group.add_argument("--seconds", type=float, default=3.0, help="of a case with a model (default 3)")
     group.add_argument("--replay", type=Path, default=TRACES, metavar="NPZ", help="trace file, see tools/replay.py; with a dummy model too")
@@ -201,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         args.backend = "numpy"
         states, tokenizer = load_states(args.replay), Tokenizer.load(ROOT / "model" / "demo")
-        records = [measure_host(states, tokenizer, s, policy, args.steps) for policy in args.policies for s in args.streams]
+        records = [measure_host(states, tokenizer, s, policy, args.steps, args.flights) for policy in args.policies for s in args.streams]
     show(records)
     if args.json:
         source = made_with(args)

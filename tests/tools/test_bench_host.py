@@ -24,6 +24,15 @@ def test_a_case_without_a_model_is_recorded(tmp_path: Path, capsys: pytest.Captu
     assert [r["M"] for r in records][:2] == [2, 24] and records[0]["us"]["grow"] == 0 < records[1]["us"]["grow"]
 
 
+def test_a_device_takes_what_a_curve_says(tmp_path: Path) -> None:
+    out = tmp_path / "host.jsonl"
+    given = ["--streams", "4", "--policies", "plain", "chain", "--steps", "10", "--flights", "h200-k26-6", "--json", str(out)]
+    assert bench_host.main(given) == 0
+    plain, chain = (json.loads(line) for line in out.read_text().splitlines())
+    assert 200 < plain["tok_s"] < 4 / 2.3e-3, "2.4 ms a step"
+    assert chain["M"] == 32 and chain["tok_s"] < 32 / 6.5e-3, "6.6 ms and a draft"
+
+
 def test_a_projection_is_a_share_of_the_recorded_step() -> None:
     steps = [json.loads(line) for line in bench_host.STEPS.read_text().splitlines()]
     [ms] = [s["ms"] for s in steps if s.get("M") == 64 and s["layers"] == 8]
