@@ -69,13 +69,13 @@ def speculation_for(method: str) -> dict[str, Any] | None:
     return {"method": "dflash", "num_speculative_tokens": int(match[3])}
 
 
-def read_questions(path: Path, count: int) -> list[Question]:
+def read_questions(path: Path, count: int, thinking: bool = True) -> list[Question]:
     """The first `count` prompts of a JSON list of strings or {"q": …}. Raises ValueError if there are fewer."""
     entries = json.loads(path.read_text(encoding="utf-8"))
     texts = [entry["q"] if isinstance(entry, Mapping) else entry for entry in entries]
     if len(texts) < count or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"--prompts {count}: {path} holds {len(texts)} prompts, each must be a string or an object with q")
-    return [Question(text, seed) for seed, text in enumerate(texts[:count])]
+    return [Question(text, seed, thinking) for seed, text in enumerate(texts[:count])]
 
 
 def blocks_of(questions: Sequence[Question], size: int) -> list[Sequence[Question]]:
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Measures everything the options ask for; one record for each row. Raises ValueError, OSError, ServerRefused."""
     for method in args.methods.split(","):
         speculation_for(method)
-    questions = read_questions(args.prompt_file, args.prompts)
+    questions = read_questions(args.prompt_file, args.prompts, args.thinking)
     given = [f"{name}={os.environ[name]}" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if os.environ.get(name)]
     cmd = [*given, "python", "tools/bench_serve.py", *args.argv]
     threads = int(given[0].partition("=")[2]) if given else os.cpu_count() or 1
@@ -177,6 +177,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--prompts", type=int, default=16, metavar="N", help="how many of the file's first prompts (default 16)")
     prompt_help = "JSON list of strings or of objects with q (default tests/fixtures/heldout_prompts.json)"
     group.add_argument("--prompt-file", type=Path, default=PROMPTS, metavar="PATH", help=prompt_help)
+    group.add_argument("--no-thinking", dest="thinking", action="store_false", help="answers at once, as the demo model's card judges it")
     group.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of an answer (default 96)")
     group.add_argument("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="one row each (default 0: greedy)")
     group.add_argument("--concurrency", type=int, nargs="+", default=[1], metavar="N", help="streams at once, one row each (default 1)")

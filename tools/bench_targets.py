@@ -41,6 +41,7 @@ class Question:
 
     text: str
     seed: int
+    thinking: bool = True  # before the answer, as the chat template asks for it
 
 
 class Target(Protocol):
@@ -67,7 +68,7 @@ class EngineTarget:
     def run(self, questions: Sequence[Question], max_tokens: int, temperature: float) -> tuple[list[Sample], float]:
         loaded = self._loaded
         samples = [Sample() for _ in questions]
-        prompts = [loaded.template.encode([{"role": "user", "content": question.text}]) for question in questions]
+        prompts = [loaded.template.encode([{"role": "user", "content": q.text}], thinking=q.thinking) for q in questions]
         left = threading.Semaphore(0)
         begin_s = time.perf_counter()
         for sample, prompt, question in zip(samples, prompts, questions, strict=True):
@@ -118,6 +119,7 @@ class HttpTarget:
             "temperature": temperature,
             "top_p": 1.0,
             "seed": question.seed,
+            "chat_template_kwargs": {"thinking": question.thinking},
             "stream_options": {"include_usage": True},
         }
         for event in self._client.stream("/v1/chat/completions", body):
