@@ -304,6 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--build", action="store_true", help="with --variants: compile them, run nothing")
     parser.add_argument("--seconds", type=float, default=140.0, help="with --variants: none is begun after so many")
     parser.add_argument("--first", type=int, default=0, help="with --variants: the job to begin with, as an earlier run names it")
+    parser.add_argument("--without", default="", help="with --variants: jobs of the first round to leave out of all, comma-separated")
     parser.add_argument("--most", type=int, default=10, help="configurations tried a case, likeliest first")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
     options = parser.parse_args(arguments)

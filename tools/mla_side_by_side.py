@@ -137,7 +137,7 @@ class SideBySide:
         pool = rig.normal(PAGES * PAGE, WIDTH, 5)
         self.benches = {case: Bench(pool, rig, parse_case(case)) for case in cases}
         self.clock_hz = 1e3 * cp.cuda.Device().attributes["ClockRate"]  # kHz
-        self.outputs: dict[str, Any] = {}  # of each case's first variant
+        self.outputs: dict[tuple[str, str], Any] = {}  # of each case's first variant, by itself and at a graph's end
         self.batches = {}
         for heads in {bench.case.heads for bench in self.benches.values()}:
             batch = make_batch(heads, [9, 1, 17, 5], [1000, 0, 63, 64], seed=1, bucket=40, sequences=5)
@@ -163,6 +163,12 @@ class SideBySide:
         found = compare(Attention(batch, config, SCALE).run(), reference, OPS["tree_mla"].tolerance)
         return str(found).splitlines()[0] if not found.ok else "" if error < MAX_ERROR else f"relative error {error:.2e}"
 
+    def unlike(self, case: str, where: str) -> str:
+        """What is wrong with all rows of the output that is there, beside those of the case's first variant."""
+        bench = self.benches[case]
+        apart = bench.apart(self.outputs.setdefault((case, where), bench.out.copy()))
+        return "" if apart < 1.5 * MAX_ERROR else f"{where} {apart:.2e} from the first variant"
+
     def time(self, case: str, config: Config) -> None:
         """One line, and one record where records are wanted."""
         bench, name, times = self.benches[case], describe(config), self.times[case]
@@ -173,11 +179,11 @@ class SideBySide:
             print(f"{head} {refused}", flush=True)
             return
         error = bench.error(launches)
-        apart = bench.apart(self.outputs.setdefault(case, bench.out.copy()))
-        if fault := self.wrong(case, config, error) or (f"{apart:.2e} from the first variant" if not apart < 1.5 * MAX_ERROR else ""):
+        fault = self.unlike(case, "alone") or self.wrong(case, config, error)
+        graph = None if fault else bench.graph(launches[1])
+        if fault := fault or self.unlike(case, "in a graph"):
             print(f"{head} WRONG, not timed: {fault}", flush=True)
             return
-        graph = bench.graph(launches[1])
         time.sleep(COOL_DOWN_S)
         us = float(np.median(replay_us(bench.rig.stream, graph, 0.0, BURST))) / bench.case.calls
         times.setdefault(name, []).append(us)
@@ -224,11 +230,13 @@ def jobs(cases: list[str]) -> list[tuple[str, str, Config]]:
 
 def measure_variants(options: argparse.Namespace) -> None:
     """All jobs from `options.first` on; `options.seconds` after the start none is begun. A fault that takes the context with it costs
-    its own job alone: the program starts anew behind it."""
+    its own variant alone, in later rounds too: the program starts anew behind it."""
     begin = time.perf_counter()
     cases = options.cases.split(",")
     todo = jobs(cases)
     configs = ((stamped(case, config) if what == "note" else config, parse_case(case).heads) for what, case, config in todo)
+    each = len(todo) // (ROUNDS + 1)
+    without = {int(job) for job in options.without.split(",") if job}
     builds = Builds(configs, "sm_90a")
     if options.build:
         builds.wait_all()
@@ -240,7 +248,7 @@ def measure_variants(options: argparse.Namespace) -> None:
         if left < 0:
             print(f"{options.seconds:.0f} s are over before job {i}: {what} {case} {describe(config)}; --first {i} goes on")
             break
-        if i < options.first:
+        if i < options.first or i % each in without:
             continue
         try:
             (run.time if what == "time" else run.note)(case, config)
@@ -248,12 +256,13 @@ def measure_variants(options: argparse.Namespace) -> None:
             print(f"{case:<16}{describe(config):<64} FAILED, {type(fault).__name__}: {fault}", flush=True)
             run.summary()
             builds.close()
-            restart(i + 1, left)
+            restart(i + 1, left, without | {i % each})
     run.summary()
     builds.close()
 
 
-def restart(first: int, seconds: float) -> None:
+def restart(first: int, seconds: float, without: set[int]) -> None:
     """This program again, from job `first` on."""
-    kept = [word for i, word in enumerate(sys.argv) if not {word, sys.argv[i - 1]} & {"--first", "--seconds"}]
-    os.execv(sys.executable, [sys.executable, *kept, "--first", str(first), "--seconds", f"{seconds:.0f}"])
+    kept = [word for i, word in enumerate(sys.argv) if not {word, sys.argv[i - 1]} & {"--first", "--seconds", "--without"}]
+    names = ",".join(str(job) for job in sorted(without))
+    os.execv(sys.executable, [sys.executable, *kept, "--without", names, "--first", str(first), "--seconds", f"{seconds:.0f}"])

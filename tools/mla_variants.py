@@ -32,18 +32,17 @@ def variants(case: str, dims: Dims) -> list[Config]:
     base = replace(base, float_parts=False)
     late = [trying(base, {"EARLY_KEYS": 0})]
     ready, rehearsed = {"READY_FIRST": 1}, {"REHEARSED": 1}
-    owners = [trying(base, {"OWNERS": n}, ready) for n in (2, 3, 1)]
-    others: dict[str, list[Config]] = {
-        "8x1x9x4096": [trying(base, rehearsed), trying(base, rehearsed, ready)],
+    owners = [trying(base, {"OWNERS": n}, ready) for n in (2, 3, 1)] if base.rows else []
+    others: dict[str, list[Config]] = {  # the likeliest to gain first
+        "8x1x9x4096": [trying(base, rehearsed)],
         "8x10x1x4096": [
-            *(trying(base, {"EARLY_BOXES": n}) for n in (9, 25)),  # one tile, all places; else two tiles
-            trying(base, rehearsed),
-            *(trying(base, rehearsed, ready, {"EARLY_BOXES": n}) for n in (0, 9, 25)),
+            *(trying(base, rehearsed, {"EARLY_BOXES": n}) for n in (9, 25, 0)),  # one tile, all places, two tiles
+            *(trying(base, {"EARLY_BOXES": n}) for n in (9, 25)),
         ],
-        "8x10x9x4096": [trying(base, ready)],
-        "8x10x33x65536": [trying(base, ready)],
-        "32x10x9x4096": [trying(base, ready), *owners],
-        "64x10x9x4096": [trying(base, ready), trying(base, {"OWNERS": 2}), *owners],
+        "8x10x9x4096": [],
+        "8x10x33x65536": [*owners[:1], trying(base, ready)],  # too many keys for owners: what a build that could have them costs
+        "32x10x9x4096": [*owners, trying(base, ready)],
+        "64x10x9x4096": [*owners[:1], trying(base, {"OWNERS": 2}), trying(base, ready), *owners[1:]],
         "64x10x33x65536": [trying(base, {"SOFTEN_FIRST": 0})],
     }
     return [base, *others.get(case, late)]

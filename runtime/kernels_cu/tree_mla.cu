@@ -502,7 +502,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) tree_mla(const __grid_
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   Start start{};
   if (warp == 8) start = find_start(p, count, lane);       // while others make the barriers
-  else if (READY_FIRST) look_at(p.items + blockIdx.x);
   else prefetch_near(p.items + blockIdx.x);
 #endif
   if (threadIdx.x == 0) {

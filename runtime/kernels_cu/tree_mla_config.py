@@ -126,8 +126,8 @@ class Config:
             raise ValueError(f"{self}: trials are of the kernels with wgmma")
         if dict(self.trials).get("MERGE_LATER") and (self.rows or self.octets > NARROW_OCTETS):
             raise ValueError(f"{self}: a merge of its own is for up to {NARROW_OCTETS} octets of columns")
-        if dict(self.trials).get("OWNERS") and not self.rows:
-            raise ValueError(f"{self}: owners are blocks of the kernel with queries as rows")
+        if {"OWNERS", "READY_FIRST"} & set(dict(self.trials)) and not self.rows:
+            raise ValueError(f"{self}: OWNERS and READY_FIRST are of the kernel with queries as rows")
         if not 0 <= self.ahead <= BOXES:
             raise ValueError(f"{self}: {self.ahead} boxes ahead; a tile has {BOXES}")
         if not max(BOXES, 8 + self.ahead) <= self.slots <= 27:
@@ -179,13 +179,14 @@ def default_config(dims: Dims, arch: str = "sm_90a", hw: Hardware | None = None,
 def served(config: Config, dims: Dims, early: bool = True) -> Config:
     """`config` as it is launched in a step. early: keys may be read before the kernel ahead has ended: nothing writes them in this step.
 
-    With `chunk` given nothing is merged later: that merge's order follows the number of splits, which rows in company change.
+    With `chunk` given nothing is merged later: that merge's order follows the number of splits, which rows in company change; nor are
+    there owners.
     """
     if not config.wgmma:
         return config
     rows = "many rows" if dims.M * dims.heads >= MANY_ROWS * dims.B else "rows"
     made = replace(config, **SERVED[rows if config.rows else "narrow" if config.octets <= NARROW_OCTETS else "wide"])
-    without = [name for name, off in (("EARLY_KEYS", not early), ("MERGE_LATER", bool(config.chunk))) if off]
+    without = ["EARLY_KEYS", "READY_FIRST", "EARLY_BOXES"] * (not early) + ["MERGE_LATER", "OWNERS"] * bool(config.chunk)
     made = replace(made, trials=tuple(pair for pair in made.trials if pair[0] not in without))
     if dict(made.trials).get("MERGE_LATER"):  # room for the merge: where registers allow it, for both blocks that an item has
         spare = MAX_SMEM_BYTES["sm_90a"] - MERGE_BYTES * (2 if made.octets == 1 else 1) - replace(made, slots=0).smem_bytes()

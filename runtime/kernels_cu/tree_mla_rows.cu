@@ -397,14 +397,14 @@ struct Walker {
     stamp(7, threadIdx.x == 0);
   }
 
-  template <int GROUP> __device__ __forceinline__ void work(int count) {
+  template <int GROUP> __device__ __forceinline__ void work(int count, int first) {
     Cursor at{0, 0};
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
       const Item& it = p.items[i];                         // read again where it is needed: registers are scarce
-      const int tiles = it.tiles;
+      const int tiles = READY_FIRST && i == (int)blockIdx.x ? first : it.tiles;
       if (!tiles) continue;
 #if OWNERS
-      look_at(p.items + least(i + (int)gridDim.x, count - 1));
+      prefetch_near(reinterpret_cast<const uint8_t*>(p.items + least(i + (int)gridDim.x, count - 1)) + (lane & 1) * (sizeof(Item) - 4));  // two sectors
 #endif
       fetch_words(p, it, lane);
       begin_item();
@@ -427,7 +427,6 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
   const int count = *p.count;                              // the list is older than the kernel ahead of this one
   Start start{};
   if (warp == 8) start = find_start(p, count, lane);       // while others make the barriers
-  else if (READY_FIRST) look_at(p.items + blockIdx.x);
   else prefetch_near(p.items + blockIdx.x);
 #endif
   if (threadIdx.x == 0) {
@@ -471,11 +470,15 @@ tree_mla(const __grid_constant__ Params p, const __grid_constant__ TensorMap key
     return;
   }
   raise_registers<kProductRegisters>();
-  if (READY_FIRST) begin();
+  int first = 0;                                           // key tiles of the first item
+  if (READY_FIRST) {
+    first = p.items[blockIdx.x].tiles;                     // on its way while the kernel ahead ends
+    begin();
+  }
   {
     Walker walker{p, base, warp & 3, lane, (warp & 3) * 16 + (lane >> 2), {0, 0}};
-    if (warp < 4) walker.work<0>(count);
-    else walker.work<1>(count);
+    if (warp < 4) walker.work<0>(count, first);
+    else walker.work<1>(count, first);
   }
   lower_registers<168>();
   for (int i = blockIdx.x; i < count; i += gridDim.x) {  // all items are under way on resident blocks: waiting is safe

@@ -79,7 +79,7 @@ def test_a_run_ends_in_time(dry, capsys):
 
 
 def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
-    """The third timing fails: the program is started anew with the fourth."""
+    """The third timing fails: the program is started anew with the fourth, and without it in later rounds."""
 
     def fails(self, case, variant):
         if len(dry) == 3:
@@ -87,7 +87,7 @@ def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
         dry.append((case, describe(variant)))
 
     def executed(path, words):
-        dry.append(("again", words[-4:]))
+        dry.append(("again", words[-6:]))
         raise SystemExit
 
     monkeypatch.setattr(mla_side_by_side.SideBySide, "time", fails)
@@ -95,8 +95,13 @@ def test_a_fault_costs_one_job(dry, monkeypatch, capsys):
     monkeypatch.setattr(mla_side_by_side.sys, "argv", ["tools/bench_mla.py", "--variants", "--seconds", "90", "--first", "0"])
     with pytest.raises(SystemExit):
         main(["--variants", "--seconds", "90"])
-    assert dry[-1] == ("again", ["--first", "3", "--seconds", "90"])
+    assert dry[-1] == ("again", ["--without", "2", "--first", "3", "--seconds", "90"])
     assert "a kernel trapped" in capsys.readouterr().out
+    dry.clear()
+    monkeypatch.setattr(mla_side_by_side.SideBySide, "time", lambda self, case, variant: dry.append((case, describe(variant))))
+    main(["--variants", "--seconds", "90", "--without", "2", "--first", "3"])
+    every = [(case, describe(config)) for case in CASES for config in variants(case, parse_case(case).dims)]
+    assert [line for line in dry if line[0] in CASES] == every[3:] + (ROUNDS - 1) * (every[:2] + every[3:])
 
 
 def test_building_times_nothing(dry):

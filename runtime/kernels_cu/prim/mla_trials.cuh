@@ -23,7 +23,7 @@
 #ifndef EARLY_BOXES   // with EARLY_KEYS: boxes asked for before the kernel ahead has ended; 0: whole tiles, as many as the ring holds
 #define EARLY_BOXES 0
 #endif
-#ifndef READY_FIRST   // with EARLY_KEYS: a block's first item is loaded before the wait for the kernel ahead, and with rows registers are dealt anew
+#ifndef READY_FIRST   // tree_mla_rows.cu, with EARLY_KEYS: registers are dealt anew, and a block's first item is loaded, before the wait for the kernel ahead
 #define READY_FIRST 0
 #endif
 #ifndef REHEARSED     // tree_mla_merge goes through its code once, storing nothing, while it waits
@@ -56,12 +56,9 @@ __device__ __forceinline__ void stamp_common(int, bool) {}
 
 namespace prim {
 #ifdef KCPU
-inline void look_at(const void*) {}
 inline void cp_async_arrive_more(smem_t) {}
 inline uint2 ldg64_cg(const void* p) { uint2 v; memcpy(&v, p, 8); return v; }
 #else
-// A load for L1's sake. PTX ISA, "ld".
-__device__ __forceinline__ void look_at(const void* p) { asm volatile("{\n.reg .b32 t;\nld.relaxed.cta.global.b32 t, [%0];\n}" ::"l"(p) : "memory"); }
 // As cp_async_arrive, beyond the arrivals that the barrier counts: one more until they have landed. PTX ISA, "cp.async.mbarrier.arrive" without noinc.
 __device__ __forceinline__ void cp_async_arrive_more(smem_t b) { asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(b) : "memory"); }
 // As ldg128_cg, 8 bytes.

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.kernels_cu import record_attention, tree_mla
 from runtime.kernels_cu.backend import CudaBackend
-from runtime.kernels_cu.tree_mla_config import Config, Dims, candidates, served
+from runtime.kernels_cu.tree_mla_config import SERVED, Config, Dims, candidates, served
 from runtime.kernels_cu.tree_paths import PathPages
 from tests.runtime.kernels_cu.test_backend_shim import VOCAB, make, path  # noqa: F401  fixtures
 from tests.runtime.kernels_cu.test_recorder import Still
@@ -34,6 +34,16 @@ def test_each_kind_has_its_own_fields():
     assert served(ROWS, many) == replace(ROWS, trials=(("SOFTEN_FIRST", 1),))
     portable = Config(2, 9, producers=2, wgmma=False)
     assert served(portable, few) == portable
+
+
+def test_a_trial_is_served_with_what_it_needs(monkeypatch):
+    """Were they served: nothing is ready before a wait that comes first, and with `chunk` given nobody owns a column tile."""
+    trials = (("EARLY_KEYS", 1), ("OWNERS", 2), ("READY_FIRST", 1))
+    monkeypatch.setitem(SERVED, "rows", {"trials": trials})
+    few = Dims(90, 10, 8, 4096)
+    assert served(ROWS, few).trials == trials
+    assert served(ROWS, few, early=False).trials == trials[1:2]
+    assert served(replace(ROWS, chunk=8), few).trials == (trials[0], trials[2])
 
 
 @pytest.mark.parametrize("dims", [Dims(9, 1, 8, 4096), Dims(330, 10, 64, 65536), Dims(90, 10, 8, 4096)], ids=str)

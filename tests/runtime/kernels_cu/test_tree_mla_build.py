@@ -79,6 +79,8 @@ def test_candidates_are_legal_and_cover_every_page_size(arch):
         ({"trials": (("EARLY_KEY", 1),)}, "EARLY_KEY is no trial"),
         ({"trials": (("EARLY_KEYS", 1),), "wgmma": False, "octets": 1, "slots": 9}, "with wgmma"),
         ({"trials": (("MERGE_LATER", 1),)}, "up to 4 octets"),
+        ({"trials": (("OWNERS", 2),)}, "queries as rows"),
+        ({"trials": (("READY_FIRST", 1),)}, "queries as rows"),
     ],
 )
 def test_a_broken_rule_is_named(change, rule):
