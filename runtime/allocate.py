@@ -24,7 +24,20 @@ from runtime.flight import Flight, Rehearsal
 from runtime.grove import Grove
 from runtime.outlook import Outlook
 from runtime.price import Price, Prices
-from runtime.speculate import Load, NoSpeculation, Root, Roots, Taps, Trees, Verified, draft_depth, make_draft_plan, roots_only, write_taps
+from runtime.speculate import (
+    Load,
+    NoSpeculation,
+    Root,
+    Roots,
+    Taps,
+    Trees,
+    Verified,
+    draft_depth,
+    likeliest,
+    make_draft_plan,
+    roots_only,
+    write_taps,
+)
 from runtime.stats import BudgetStep, EngineStats
 from runtime.tree import Forest, grow_forest
 from runtime.types import I32, Array, Bools, DraftLogits
@@ -155,7 +168,8 @@ class BudgetSpeculation:
         def trees() -> Grove:
             last = self._last if self._last is not None and len(self._last.ids) == len(roots) else None
             with stats.stage("draft"):
-                logits = self._last = flight.land(self._rehearsal, None if last is None else partial(choose, last))
+                landed = flight.land(self._rehearsal, None if last is None else partial(choose, last))
+                logits = self._last = likeliest(landed, self._top_k)
             self._clock.count_draft(len(roots), stats)
             with stats.stage("grow"):
                 start_s = time.perf_counter()
@@ -189,8 +203,6 @@ class BudgetSpeculation:
 
     def _choose(self, tokens: I32, terms: _Terms, logits: DraftLogits) -> tuple[_Proposed, Grove]:
         """The nodes to verify. Nothing is kept here, so that it can be rehearsed."""
-        if self._top_k is not None:
-            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
         forest = grow_forest(logits, tokens, terms.width, self.depth)
         cells = find_cells(forest)
         value = self.calibration.values(forest, cells)
@@ -209,8 +221,6 @@ class BudgetSpeculation:
 
     def _split(self, tokens: I32, terms: _Terms, logits: DraftLogits) -> tuple[_Proposed, Grove]:
         """As `_choose`: the same number of nodes for every stream."""
-        if self._top_k is not None:
-            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
         forest = grow_forest(logits, tokens, terms.width, terms.depth.tolist() if terms.bounded else self.depth)
         return _Proposed(terms, forest, terms.expected, None), forest.cut(np.minimum(terms.caps, terms.width))
 

@@ -122,7 +122,8 @@ class CostCurve:
         """rows: live ones, of `bucket` that were launched (None: all are live). Where many are not, a step tells what dead rows cost."""
         place = bisect_left(self.contexts, ctx, hi=len(self.contexts) - 1)
         held, bucket = self._steps[place], bucket or rows
-        saved, value = held.below(rows) if rows < bucket else (0.0, 0.0)
+        value = held.one(bucket)
+        saved = value - held.one(rows, 0.0) if rows < bucket else 0.0  # if dead rows cost nothing
         if saved > TELLING * value and place in self._seen:
             self._parts += 1
             found = min(max(1.0 - (value - seconds) / saved, 0.0), 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from runtime.learned import Learned
 from runtime.types import Array
 
 F64 = NDArray[np.float64]
-EDGES = (1, *(1 << k for k in range(1, 11)))  # nodes of all streams together
-# Shapes of what is not measured, read off the demo model on an H200: chains of 7 took the host 0.3 ms with 1 stream, 0.53 with 8 and 1.3
+EDGES = tuple(1 << k for k in range(11))  # nodes of all streams together
+# Shapes of what is not measured, read off the demo model on an H200 (sweetspot_h200.jsonl less the times of curves/h200-demo.json): chains of 7 took the host 0.3 ms with 1 stream, 0.53 with 8 and 1.3
 # with 32; trees of 32 instead of 7 nodes 1.4 times as long; a step without a draft 0.4 times.
 STREAMS, NODES_EACH, PLAIN = 8.0, 40.0, 0.4
 
@@ -57,15 +56,14 @@ class HostCost:
 
     def to_json(self) -> list[list[Any]]:
         """[power of two of the streams, drafted, milliseconds at EDGES] of each case."""
-        return [[power, drafted, [round(v * 1e3, 6) for v in held.value.tolist()]] for (power, drafted), held in self._each()]
+        return [
+            [power, drafted, [round(v * 1e3, 6) for v in held.value.tolist()]] for (power, drafted), held in sorted(self._cases.items())
+        ]
 
     def read(self, cases: list[list[Any]]) -> None:
         """Takes what `to_json` gave as the shape and size to begin with."""
         for power, drafted, ms in cases:
             self._cases[int(power), bool(drafted)] = Learned(EDGES, [v / 1e3 for v in ms])
-
-    def _each(self) -> Iterator[tuple[Case, Learned]]:
-        yield from sorted(self._cases.items())
 
 
 def _case(streams: int, drafted: bool) -> Case:

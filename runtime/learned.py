@@ -56,12 +56,6 @@ class Learned:
         """Straight lines between the edges, level behind the last one."""
         return np.asarray(np.interp(n, self.edges, self.value))
 
-    def below(self, n: int) -> tuple[float, float]:
-        """How far the value at n's edge lies above the straight line at n, in seconds; and that edge's value."""
-        place = min(bisect_left(self._edges, n), len(self._edges) - 1)
-        value = float(self.value[place])
-        return max(value - float(np.interp(n, self.edges, self.value)), 0.0), value
-
     def one(self, n: int, full: float = 1.0) -> float:
         """`at` of one count: 0.5 us where an array takes 5."""
         place = min(bisect_left(self._edges, n), len(self._edges) - 1)

@@ -30,7 +30,7 @@ class Outlook:
         self._sure = False  # the last draft paid by its own values
         self._sums: F64 | None = None  # of _gain, until the pool changes
         self._mean: F64 | None = None  # of `even`, likewise
-        self._answer: tuple[tuple[float, ...], tuple[float, int]] | None = None  # of `best`, likewise
+        self._answer: tuple[tuple[object, ...], tuple[float, int]] | None = None  # of `best`, likewise
         self._asked = 0
 
     @property
@@ -78,7 +78,7 @@ class Outlook:
         trees = max(1, min(self._seen, POOL))
         total = self._gain()
         bound = min(most, (len(total) - 1) * streams // trees)
-        case = (id(price.curve), price.roots, price.prompt, price.limit, price.reserved, base, streams, bound)
+        case = (price.curve, price.roots, price.prompt, price.limit, price.reserved, base, streams, bound)
         if self._answer is None or self._answer[0] != case or self._asked >= KEPT:
             counts = price.counts(bound)
             gain = np.interp(counts * trees / max(streams, 1), np.arange(len(total)), total) * streams / trees

@@ -222,9 +222,13 @@ class TreeSpeculation:
 
     def _grow(self, tokens: I32, nodes: list[int], depths: int | list[int], logits: DraftLogits) -> Grove:
         """Trees in the order of roots."""
-        if self._top_k is not None:
-            logits = DraftLogits(logits.ids[:, :, : self._top_k], logits.logp[:, :, : self._top_k])
+        logits = likeliest(logits, self._top_k)
         return chain(logits, tokens, nodes) if self._chain else grow(logits, tokens, nodes, depths)
+
+
+def likeliest(logits: DraftLogits, top_k: int | None) -> DraftLogits:
+    """The first `top_k` choices of each depth; None: all."""
+    return logits if top_k is None else DraftLogits(logits.ids[:, :, :top_k], logits.logp[:, :, :top_k])
 
 
 def roots_only(roots: SequenceOf[Root]) -> Grove:
