@@ -12,8 +12,9 @@ from runtime.types import Array
 
 F64 = NDArray[np.float64]
 EDGES = tuple(1 << k for k in range(11))  # nodes of all streams together
-# Shapes of what is not measured, read off the demo model on an H200 (sweetspot_h200.jsonl less the times of curves/h200-demo.json): chains of 7 took the host 0.3 ms with 1 stream, 0.53 with 8 and 1.3
-# with 32; trees of 32 instead of 7 nodes 1.4 times as long; a step without a draft 0.4 times.
+# Shapes of what is not measured, read off the demo model on an H200 (sweetspot_h200.jsonl less the times of curves/h200-demo.json):
+# chains of 7 took the host 0.3 ms with 1 stream, 0.53 with 8 and 1.3 with 32; trees of 32 instead of 7 nodes 1.4 times as long; a step
+# without a draft 0.4 times.
 STREAMS, NODES_EACH, PLAIN = 8.0, 40.0, 0.4
 
 Case = tuple[int, bool]  # power of two of the streams, drafted
